@@ -29,7 +29,9 @@ class Checks(StrategyPart):
         It compares products, collectives, random numbers, kernels and known errors of XLA with
         references. If you pass a model, it also compares a training step on all devices with the
         step on one device. With several processes, call it in all of them. Parts that do not fit
-        into the time limit are left out, and listed.
+        into the time limit are left out, and listed. If you have set a `floatx` other than float32,
+        build and train nothing in other threads meanwhile: Keras has one for all threads, and some
+        parts set it to float32.
 
         Args:
             model: A built and compiled model. The check does not change it.

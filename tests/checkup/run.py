@@ -1,14 +1,17 @@
 """Checks of random models on right devices: any problem that is found is a false alarm.
 
-    python tests/checkup/run.py --models 200 --seed 0 [--whole 10]
+    python tests/checkup/run.py --models 200 --seed 0 [--whole 10] [--floatx float16 ...]
 
-Models, meshes, layouts and precisions are those of tests/random_models. Each model's step is
-checked; with every tenth model all parts run.
+Models, meshes, layouts and precisions are those of tests/random_models; Keras's `floatx`, and
+whether models compute in it, are drawn too. Each model's step is checked; with every tenth model
+all parts run.
 """
 
 import argparse
+import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[:0] = [
@@ -28,15 +31,30 @@ from keras_tpu_dist.checkup.batch import Given  # noqa: E402
 from keras_tpu_dist.checkup.report import Check  # noqa: E402
 
 MESHES = ("8", "4x2", "2x2x2")
+FLOATX = ("float32", "float64", "bfloat16", "float16")
 FIXED = (("trainer", "fit"), ("run_eagerly", False), ("processes", 1))
 
 
-def checked(seed: int, whole: bool) -> Check:
+def precision(seed: int, floatx: Sequence[str], policy: str) -> tuple[str, str]:
+    """Keras's `floatx`, and a policy: the same, as without one, or that of a program.
+
+    Args:
+        seed: What they are drawn from.
+        floatx: What to draw from.
+        policy: The program's policy.
+    """
+    rng = random.Random(seed)
+    drawn = rng.choice(floatx)
+    return drawn, rng.choice((drawn, policy))
+
+
+def checked(seed: int, whole: bool, floatx: Sequence[str] = FLOATX) -> Check:
     """A check with a random model.
 
     Args:
         seed: What it is drawn from.
         whole: Whether all parts run, not only the model's step.
+        floatx: What Keras's `floatx` is drawn from.
     """
     mesh = MESHES[seed % len(MESHES)]
     try:
@@ -46,14 +64,19 @@ def checked(seed: int, whole: bool) -> Check:
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
-    keras.config.set_dtype_policy(program.choices["policy"])
+    own, policy = precision(seed, floatx, program.choices["policy"])
+    keras.config.set_floatx(own)
+    keras.config.set_dtype_policy(policy)
     try:
         strategy = programs._strategy(program)
         with strategy.scope():
             model = programs._compiled(program, strategy)
         only = None if whole else ["step"]
-        return run.run_check(strategy, run.steps(model, Given()), 60.0, None, only)
+        check = run.run_check(strategy, run.steps(model, Given()), 60.0, None, only)
+        assert (keras.config.floatx(), keras.config.dtype_policy().name) == (own, policy)
+        return check
     finally:
+        keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
         keras.distribution.set_distribution(None)
 
@@ -64,12 +87,13 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--whole", type=int, default=10, help="every so many with all parts")
+    parser.add_argument("--floatx", nargs="+", choices=FLOATX, default=FLOATX)
     arguments = parser.parse_args()
     alarms, compared, begin = 0, 0, time.perf_counter()
     for number in range(arguments.models):
         seed = arguments.seed + number
         whole = arguments.whole > 0 and number % arguments.whole == arguments.whole - 1
-        check = checked(seed, whole)
+        check = checked(seed, whole, arguments.floatx)
         step = check.part("step")
         compared += step.ok and "as on one device" in step.words
         if not check.ok or step.left_out or "not compared" in step.words:

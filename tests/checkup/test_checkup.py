@@ -1,5 +1,6 @@
 """A check of the devices: right is said to be right, and each fault is named."""
 
+import concurrent.futures
 import functools
 import json
 import logging
@@ -7,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 
 import jax
 import keras
@@ -26,7 +28,7 @@ from checkup.faults import (
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkup import bench, bounds, products, run
-from keras_tpu_dist.checkup.aside import aside
+from keras_tpu_dist.checkup.aside import aside, in_float32
 from keras_tpu_dist.checkup.batch import Given
 from keras_tpu_dist.checkup.bench import Job, Launcher, odd_ones
 from keras_tpu_dist.checkup.collectives import MOVES, SUMS
@@ -88,6 +90,54 @@ def test_a_program_s_own_precision_is_no_problem(policy, floatx):
         assert (keras.config.dtype_policy().name, keras.config.floatx()) == (policy, floatx)
     finally:
         keras.config.set_floatx("float32")
+
+
+def in_thread(act):
+    """The result of a function in another thread, which must end."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result(60)
+
+
+def test_another_thread_builds_its_models_as_it_wants_meanwhile(monkeypatch):
+    def dtypes(policy):
+        keras.config.set_dtype_policy(policy)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        return model.layers[0].compute_dtype, model.inputs[0].dtype
+
+    keras.config.set_dtype_policy("float16")
+    # What would change for all threads.
+    monkeypatch.setattr(keras.config, "set_floatx", None)
+    try:
+        with in_float32():
+            assert in_thread(lambda: dtypes("mixed_bfloat16")) == ("bfloat16", "float32")
+            assert keras.config.dtype_policy().name == "float32"
+        assert keras.config.dtype_policy().name == "float16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_two_checks_at_once_leave_floatx_as_it_was():
+    first, second, order = threading.Event(), threading.Event(), []
+
+    def check(name, entered, leave):
+        with in_float32():
+            order.append(f"{name} in {keras.config.floatx()}")
+            entered.set()
+            leave.wait(0.5)
+            order.append(f"{name} ends in {keras.config.floatx()}")
+        return keras.config.dtype_policy().name
+
+    keras.config.set_floatx("float16")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            one = pool.submit(check, "one", first, second)
+            assert first.wait(30)
+            other = pool.submit(check, "other", second, first)
+            assert [one.result(30), other.result(30)] == ["float16", "float16"]
+        assert keras.config.floatx() == "float16"
+    finally:
+        keras.config.set_floatx("float32")
+    assert order == [f"{n} {w} float32" for n in ("one", "other") for w in ("in", "ends in")]
 
 
 def test_one_device():
