@@ -19,7 +19,7 @@ import keras_tpu_dist as ktd
     ],
 )
 @pytest.mark.parametrize("value", [None, 5])
-def test_words(asked, words, value):
+def test_none_or_a_number_is_an_error_that_names_the_argument(asked, words, value):
     with pytest.raises(ValueError, match=words.format(value)):
         asked(ktd.TPUStrategy(layout="fsdp"), value)
 

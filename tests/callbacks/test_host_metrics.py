@@ -77,7 +77,7 @@ def test_the_whole_set_at_the_end_of_each_epoch(model, where):
         (_batches(), 6, 21),
     ],
 )
-def test_sources(model, source, steps, rows):
+def test_host_metrics_of_every_source_of_validation_data(model, source, steps, rows):
     if isinstance(source, list):
         # An iterable that is no list: Keras takes a list for arrays.
         batches = source

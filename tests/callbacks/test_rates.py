@@ -86,7 +86,7 @@ def test_in_any_order_of_callbacks(tmp_path):
             assert seen[epoch][name] == history[name][epoch]
 
 
-def test_tokens():
+def test_tokens_per_second_are_rows_times_their_length():
     tokens = np.random.default_rng(0).integers(0, 7, (45, 4)).astype("int32")
     targets = np.zeros((45, 12), "float32")
     rates = ktd.callbacks.Rates()

@@ -37,7 +37,7 @@ def command(*words):
     return main(["checkpoint", *map(str, words)])
 
 
-def test_the_table(tmp_path, capsys):
+def test_the_table_of_checkpoints_in_a_directory(tmp_path, capsys):
     trained(tmp_path)
     assert command(tmp_path) == 0
     text = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_the_table(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_difference(tmp_path, capsys):
+def test_diff_of_two_checkpoints_names_what_differs(tmp_path, capsys):
     trained(tmp_path / "a")
     trained(tmp_path / "b")
     trained(tmp_path / "c", epochs=3)

@@ -13,7 +13,7 @@ PATH = pathlib.Path(__file__).parents[2] / "examples" / "fine_tune.py"
 
 
 @pytest.mark.slow
-def test_the_example(tmp_path, capsys, monkeypatch):
+def test_the_fine_tune_example_runs(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
     spec = importlib.util.spec_from_file_location("fine_tune", PATH)
     example = importlib.util.module_from_spec(spec)

@@ -17,6 +17,6 @@ def test_whole_numbers(value):
 @pytest.mark.parametrize(
     "value", [None, True, np.True_, 1.0, np.float32(1), "1", (1,), np.ones(2, int), 1j]
 )
-def test_others(value):
+def test_other_values_are_no_counts(value):
     assert not is_count(value)
     assert not is_count(value, 0)

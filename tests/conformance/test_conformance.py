@@ -32,7 +32,7 @@ _MOST = 12
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", _SAMPLE, ids=lambda pattern: pattern.split()[0])
-def test_sample(pattern):
+def test_a_sample_of_each_kind_equals_one_device(pattern):
     chosen = run.listed(run.KINDS, f"^{pattern}")
     assert chosen
     if len(chosen) > _MOST:

@@ -187,7 +187,7 @@ def test_odd_calibrations(arguments, words):
         Calibration(**arguments)
 
 
-def test_a_file(tmp_path):
+def test_a_calibration_saved_and_loaded_is_the_same(tmp_path):
     path = tmp_path / "v5e.json"
     measured = Calibration("v5e", {"int8": 3e14}, quick=(0.4, 0.5), source=EVIL)
     measured.save(path)

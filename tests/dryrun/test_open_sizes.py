@@ -253,7 +253,7 @@ def test_a_task_of_keras_hub():
     assert run.tokens == ROWS * 32
 
 
-def test_the_shell(tmp_path, capsys, monkeypatch):
+def test_dry_run_in_the_shell_asks_for_the_sequence_length(tmp_path, capsys, monkeypatch):
     (tmp_path / "models_with_open_sizes.py").write_text(
         "import keras\n"
         "def build():\n"

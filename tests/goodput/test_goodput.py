@@ -249,7 +249,7 @@ def test_a_file_that_is_damaged_at_its_end_is_added_to(tmp_path):
     records.check_ours(str(tmp_path / "missing.jsonl"))
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_goodput_command_prints_and_writes_a_page(tmp_path, capsys):
     path = str(tmp_path / "goodput.jsonl")
     records.append(path, records.LAUNCH, at=1000, processes=2, number=1)
     records.append(path, records.START, at=1004, since=1001)
@@ -268,7 +268,7 @@ def test_the_command(tmp_path, capsys):
     assert "The goodput report needs a file of" in capsys.readouterr().err
 
 
-def test_the_callback(counting, tmp_path):
+def test_the_callback_reports_two_fits_of_a_run(counting, tmp_path):
     goodput = ktd.callbacks.Goodput(tmp_path / "goodput.jsonl")
     trained(goodput)
     trained(goodput)

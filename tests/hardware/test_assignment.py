@@ -108,7 +108,7 @@ def test_cores_of_a_chip():
     assert DeviceAssignment.build("v4:2x2x1", (1, 1, 1, 1)).num_replicas == 4
 
 
-def test_hosts():
+def test_which_hosts_hold_a_replica():
     rows = DeviceAssignment.build("v5e:4x4", (4, 1), num_replicas=2)
     assert rows.num_replicas == 2
     assert [rows.host(0, i) for i in range(4)] == [0, 0, 1, 1]
@@ -119,7 +119,7 @@ def test_hosts():
     assert [rows.tpu_ordinal(1, i) for i in range(4)] == [2, 3, 2, 3]
 
 
-def test_from_order(devices):
+def test_an_assignment_from_ids_places_or_devices(devices):
     by_id = DeviceAssignment.from_order([[0, 3], [2, 1]], "v5e:2x2")
     places = [[by_id.coordinates(r, c) for c in range(2)] for r in range(2)]
     assert DeviceAssignment.from_order(places, "v5e:2x2") == by_id
@@ -162,7 +162,7 @@ def test_blocks_that_cannot_be(name, shape, words):
         DeviceAssignment.build(name, shape)
 
 
-def test_other_mistakes(devices):
+def test_replicas_that_do_not_exist_are_an_error(devices):
     with pytest.raises(ValueError, match=r"holds 4 blocks of 2x2.*num_replicas=5.*1 to 4 replicas"):
         DeviceAssignment.build("v5e:4x4", (2, 2), num_replicas=5)
     with pytest.raises(ValueError, match=r"num_replicas=True"):

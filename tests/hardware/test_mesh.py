@@ -106,7 +106,7 @@ def test_data_axes_of_the_user():
         checked_data_axes(("data", "data"), ("data",))
 
 
-def test_counts():
+def test_a_strategy_counts_replicas_logical_devices_and_hosts():
     strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2})
     assert strategy.num_replicas_in_sync == strategy.num_model_replicas == 4
     assert strategy.num_logical_devices == 2

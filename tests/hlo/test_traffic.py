@@ -263,7 +263,7 @@ def test_an_update_of_what_was_computed_writes_all():
     assert moved(text) == 2 * 64 * SLICE + SLICE
 
 
-def test_copies_count():
+def test_a_copy_counts_as_bytes_read_and_written():
     text = f"""
 ENTRY %main (a: f32[]) -> f32[] {{
   %a = {TABLE} parameter(0)

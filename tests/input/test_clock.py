@@ -207,7 +207,7 @@ def test_a_launch_that_fails_does_not_stop_the_clock():
     assert found[0].waited == pytest.approx(0.11, abs=0.01)
 
 
-def test_text():
+def test_input_wait_in_words():
     text = str(InputWait(seconds=10.0, waited=2.5, reading=5.0, batches=100))
     assert "25% of the epoch (2.50 of 10.00 s)" in text
     assert "50.0 ms" in text

@@ -228,7 +228,7 @@ def test_a_layout_given_to_a_weight_stays_through_every_call(layout):
     assert [spec(v) for v in slots] == [(None, "model")]
 
 
-def test_mistakes():
+def test_a_wrong_annotation_is_an_error_with_the_fix():
     with pytest.raises(ValueError, match=r"needs the layout of a weight or of the output"):
         split(L.Dense(3))
     with pytest.raises(ValueError, match=r"Only layers and models.*layer=3"):

@@ -248,7 +248,7 @@ def test_an_output_that_a_rule_lays():
     assert row.reason == "rule 0 'hidden/output'"
 
 
-def test_before_build():
+def test_explain_before_the_model_is_built():
     strategy = ktd.TPUStrategy(MESH)
     explanation = strategy.explain(keras.Sequential([keras.layers.Dense(3)]))
     assert explanation.rows == ()

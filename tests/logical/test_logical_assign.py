@@ -347,7 +347,7 @@ def test_a_scope_assigns_the_layers_made_in_it(plain):
 
 
 @pytest.mark.slow
-def test_functions():
+def test_functions_assigned_within_a_layer():
     strategy = ktd.TPUStrategy(PAIRS)
 
     class Doubled(L.Layer):
@@ -420,7 +420,7 @@ def test_within_a_function_of_one_replica():
         assert "conditional(" in run.lower(x).compile().as_text()
 
 
-def test_mistakes():
+def test_an_assignment_to_no_logical_device_is_an_error():
     strategy = ktd.TPUStrategy(QUARTETS)
     for bad in (4, -1, 1.0, True, None):
         with pytest.raises(

@@ -92,7 +92,7 @@ def test_a_strategy_says_which_pattern_matches_no_layer():
         ("block_?", "block_3", True),
     ],
 )
-def test_patterns(pattern, path, matches):
+def test_a_pattern_of_remat_matches_paths(pattern, path, matches):
     assert matching(pattern, path) is matches
 
 

@@ -110,7 +110,7 @@ def test_every_plan_and_input(tmp_path, processes, devices, cases):
 
 
 @pytest.mark.slow
-def test_every_feature(tmp_path):
+def test_every_feature_in_two_processes_equals_one(tmp_path):
     compared(tmp_path, [(name,) for name in (*job.FEATURES, *job.CALLBACKS)], 2, 4)
     # What ModelCheckpoint wrote in one of the processes opens here.
     one = job.model(1)

@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-def test_flow(devices):
+def test_which_values_differ_between_replicas(devices):
     mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2, 2), ("data", "fsdp", "model"))
 
     def all_cases(same, different):

@@ -108,7 +108,7 @@ def test_parts_of_what_is_the_same_differ(four):
     assert float(weight.value) == 6
 
 
-def test_on_read(four):
+def test_on_read_variables_are_each_replicas_own_until_read(four):
     """tf.VariableSynchronization.ON_READ: each replica's own until it is read outside."""
     kinds = {"sum": (6, 46), "mean": (1.5, 11.5), "only_first_replica": (0, 10)}
     made = {

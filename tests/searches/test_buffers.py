@@ -154,7 +154,7 @@ def test_a_convolution():
     assert [set(o) for o in found.origins] == [{BATCH}, set(), set(), {(0, 3)}]
 
 
-def test_the_peak():
+def test_peak_bytes_are_of_arrays_held_at_one_time():
     none = (frozenset(),)
     early = HeldArray((1024,), 4, none, born=0, dies=2)
     late = HeldArray((2048,), 4, none, born=2, dies=3)

@@ -62,7 +62,7 @@ def forecast_of(described, candidate, rows=ROWS):
     return forecast(facts, model.specs(strategy), ground, rows, candidate.remat)
 
 
-def test_facts(described):
+def test_facts_are_weights_slots_products_and_bytes(described):
     _, facts = described
     weights = [(w.shape, w.itemsize, w.slot_bytes) for w in facts.weights]
     bytes_ = 4 * WIDTH * HIDDEN
@@ -101,7 +101,9 @@ def test_where_weights_lie_is_what_each_strategy_says(described):
         (Candidate((("data", 4), ("model", 2)), "tensor_parallel", True, None), 2, 8),
     ],
 )
-def test_state(described, candidate, ways_of_weights, ways_of_slots):
+def test_state_bytes_are_divided_by_the_axes_that_split_them(
+    described, candidate, ways_of_weights, ways_of_slots
+):
     bytes_ = 2 * 4 * WIDTH * HIDDEN
     found = forecast_of(described, candidate)
     assert found.state_bytes == bytes_ / ways_of_weights + 2 * bytes_ / ways_of_slots
@@ -413,7 +415,7 @@ def test_rows_scale_all_but_the_state(described):
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 16])
-def test_candidates(devices):
+def test_candidates_differ_and_use_all_devices(devices):
     found = list(candidates(devices))
     assert len(set(found)) == len(found)
     for candidate in found:

@@ -280,7 +280,7 @@ def test_fewer_rows_than_devices(rows):
     assert {dict(one.candidate.mesh).get("model", 1) for one in found} >= {8}
 
 
-def test_at_once(monkeypatch):
+def test_memory_limits_how_many_compile_at_once(monkeypatch):
     monkeypatch.setattr(parallel, "available_memory", lambda: 9 * 2**30)
     assert 1 <= parallel.at_once() <= 2
     monkeypatch.setattr(parallel, "available_memory", lambda: 0)

@@ -57,7 +57,7 @@ def test_a_price_decides():
     assert "cheapest, and fastest" in str(found).splitlines()[-1]
 
 
-def test_rows_count():
+def test_slices_are_compared_by_the_price_of_a_row():
     """Twice the rows in the same time are half the price."""
     found = ktd.compare_slices([ranking("v5e:4x4", 3e-3), ranking("v6e:4x4", 3e-3, rows=2048)])
     assert found.best.topology.name == "v6e:4x4"

@@ -156,7 +156,7 @@ def test_what_is_alike_from_anywhere():
         ([f"a/v_{n}" for n in range(9)], "a/v_*"),
     ],
 )
-def test_patterns(paths, pattern):
+def test_paths_that_differ_in_parts_share_a_pattern(paths, pattern):
     assert pattern_of(paths) == pattern
 
 

@@ -26,7 +26,7 @@ from keras_tpu_dist.show.text import (
         (-(2**21), "-2.0 MiB"),
     ],
 )
-def test_sizes(count, text):
+def test_bytes_in_readable_units(count, text):
     assert size_text(count) == text
 
 
@@ -41,7 +41,7 @@ def test_sizes(count, text):
         (0.99, "990.00 ms"),
     ],
 )
-def test_durations(seconds, text):
+def test_seconds_in_readable_units(seconds, text):
     assert duration_text(seconds) == text
 
 

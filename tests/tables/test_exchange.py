@@ -125,7 +125,7 @@ IDS_OF_A_STEP = st.lists(
 @given(
     name=st.sampled_from(["data8", "turned", "columns"]), first=IDS_OF_A_STEP, second=IDS_OF_A_STEP
 )
-def test_any_ids(name, first, second):
+def test_an_exchange_of_any_ids_in_a_narrow_bound(name, first, second):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "_bound", narrow)
         check(name, first, second, bound="narrow")

@@ -39,7 +39,7 @@ forward.defjvp(lambda x, t: (jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))
     [jax.jit(jnp.sin), custom, forward, jax.checkpoint(jnp.sin)],
     ids=["jit", "custom_vjp", "custom_jvp", "remat"],
 )
-def test_called_once(function):
+def test_a_function_called_once_is_one_call(function):
     (call,) = calls(last(function, X))
     assert (call.kind, call.operands, call.results, call.rounds) == ("call", (0,), (0,), 1)
     (found,) = core.jaxpr_as_fun(core.ClosedJaxpr(call.jaxpr, []))(X)

@@ -152,7 +152,7 @@ def test_which_factors_of_a_dimension_go_where(before, after, groups, steps):
 
 @given(st.data())
 @settings(deadline=None, max_examples=20)
-def test_products(data):
+def test_dimensions_of_products_of_any_ranks(data):
     draw = data.draw
     ranks = [draw(st.integers(1, 3)) for _ in range(2)]
     shared, summed = draw(st.integers(0, min(ranks))), 0
@@ -169,7 +169,7 @@ def test_products(data):
 
 @given(st.data())
 @settings(deadline=None, max_examples=6)
-def test_convolutions(data):
+def test_dimensions_of_convolutions(data):
     draw = data.draw
     groups = draw(st.sampled_from(["none", "features", "batch"]))
     n = 2 if groups != "none" else 1
@@ -278,7 +278,7 @@ def test_operations(name):
     assert primitives <= assert_true(function, *operands)
 
 
-def test_stacks():
+def test_dimensions_of_stack_and_unstack():
     """As newer versions of JAX write `jnp.stack`."""
     if not {"stack", "unstack"} <= KNOWN or not hasattr(lax, "unstack"):
         pytest.skip("no primitives of their own")

@@ -120,7 +120,7 @@ def test_big_batches_are_launched_in_smaller_parts(monkeypatch):
     assert calls == [4, 4, 4]
 
 
-def test_the_numbers():
+def test_auto_takes_the_fewest_launches_of_up_to_32_steps():
     for number in range(1, 200):
         for ragged in (False, True):
             n = steps_of_a_launch(number, ragged)

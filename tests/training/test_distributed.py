@@ -101,7 +101,7 @@ class Squares(keras.utils.PyDataset):
         self.epochs += 1
 
 
-def test_sources(four):
+def test_datasets_generators_and_iterators_are_distributed(four):
     dataset = Squares()
     distributed = four.distribute_dataset(dataset)
     assert len(distributed) == 3

@@ -48,7 +48,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_strategy(kind, way):
+def test_a_pickled_or_copied_strategy_is_the_same(kind, way):
     strategy = STRATEGIES[kind]()
     again = WAYS[way](strategy)
     assert again is not strategy

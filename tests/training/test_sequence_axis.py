@@ -195,7 +195,7 @@ def test_what_of_a_batch_is_split():
     assert strategy.sequence_axis == "sequence"
 
 
-def test_time_first():
+def test_batches_with_time_first_are_split_over_sequence_and_data():
     strategy = ktd.TPUStrategy({"data": 2, "sequence": 4}, batch_axis=1)
     placed = strategy.placer.place(np.zeros((8, 4, 3), "float32"))
     assert placed.data.sharding.spec == P("sequence", "data")
