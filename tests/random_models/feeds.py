@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 import small_models
-from options import BY_TOKEN, LIBRARIES, Program
+from drawing import Program
+from options import BY_TOKEN, LIBRARIES
 
 _CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
 

@@ -3,8 +3,9 @@
 import itertools
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from drawing import Program
 
 # How a layer of the user's own moves rows or time, and what it does with them then.
 MOVES = ("shift", "back", "roll", "gather", "concatenate", "flip", "pad", "update")
@@ -77,27 +78,6 @@ DETAILS: dict[str, dict[str, tuple]] = {
 }
 # Libraries that a machine may lack; a program drawn with one then reads arrays.
 LIBRARIES = {"tf.data": "tensorflow", "torch": "torch", "grain": "grain"}
-
-
-@dataclass(frozen=True)
-class Program:
-    """One choice for every option.
-
-    Attributes:
-        seed: What it was drawn from.
-        choices: From each option's name to its value.
-    """
-
-    seed: int
-    choices: dict[str, Any] = field(hash=False)
-
-    def __str__(self):
-        words = ", ".join(f"{name}={value}" for name, value in self.choices.items())
-        return f"seed {self.seed}: {words}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The program as plain values."""
-        return asdict(self)
 
 
 # Models with a class for each token.

@@ -11,6 +11,7 @@ from typing import Any
 
 import acts
 import beside
+import comparing
 import feeds
 import keras
 import later
@@ -18,8 +19,9 @@ import numpy as np
 import replica_loop
 import several
 import small_models
-from options import DETAILS, Program
-from precision import in_float64
+from comparing import LEAST, gap
+from drawing import Program
+from options import DETAILS
 
 import keras_tpu_dist as ktd
 
@@ -32,9 +34,9 @@ MESHES = {
     "t2x4": {"sequence": 2, "data": 4},
 }
 EPOCHS = 2
-# Relative to the largest value of each array. Three bits of bfloat16's eight are lost by rounding
-# in another order; a lost row or a wrong gradient is far beyond.
-TOLERANCES = {"float32": 1e-5, "float64": 1e-6, "mixed_bfloat16": 5e-2}
+# What is added to all keys alike changes no softmax: the gradient of such a bias is rounding, which
+# Adam makes as large as any other.
+_NO_GRADIENT = 1.0
 
 
 def compared(program: Program, timeout: float) -> dict[str, Any]:
@@ -44,20 +46,8 @@ def compared(program: Program, timeout: float) -> dict[str, Any]:
         program: The program.
         timeout: Seconds that all of it may take.
     """
-    policy, deadline = program.choices["policy"], time.monotonic() + 0.9 * timeout
-    difference, where = _difference(program, deadline)
-    if difference <= TOLERANCES[policy]:
-        return {"right": True, "difference": difference, "where": where}
-    # Rounding, amplified by training, is gone in float64; a fault is not.
-    program = Program(program.seed, {**program.choices, "policy": "float64"})
-    with in_float64():
-        precise, there = _difference(program, deadline)
-    where = f"{where} ({precise:.1e} at {there} in float64)"
-    return {
-        "right": precise <= TOLERANCES["float64"],
-        "difference": difference,
-        "where": where,
-    }
+    deadline = time.monotonic() + 0.9 * timeout
+    return comparing.compared(program, partial(_difference, deadline=deadline))
 
 
 def _difference(program: Program, deadline: float) -> tuple[float, str]:
@@ -70,25 +60,11 @@ def _difference(program: Program, deadline: float) -> tuple[float, str]:
     gaps = {
         name: beside.gap(found[name], expected[name])
         if beside.SEEN in name
-        else _gap(found[name], expected[name], _NO_GRADIENT if "key/bias" in name else _LEAST)
+        else gap(found[name], expected[name], _NO_GRADIENT if "key/bias" in name else LEAST)
         for name in expected
     }
     name = max(gaps, key=gaps.get)
     return gaps[name], name
-
-
-# What numbers are compared with if they are smaller. What is added to all keys alike changes no
-# softmax: the gradient of such a bias is rounding, which Adam makes as large as any other.
-_LEAST, _NO_GRADIENT = 1e-2, 1.0
-
-
-def _gap(found: np.ndarray, expected: np.ndarray, least: float) -> float:
-    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
-    assert found.shape == expected.shape, f"{found.shape} and {expected.shape}"
-    assert np.all(np.isfinite(expected)), "the program itself is not finite"
-    gap = np.max(np.abs(found - expected), initial=0.0)
-    gap = gap / max(np.max(np.abs(expected), initial=0.0), least)
-    return float("inf") if np.isnan(gap) else float(gap)
 
 
 def results_here(

@@ -6,8 +6,8 @@ import feeds
 import jax
 import keras
 import numpy as np
+from drawing import Program
 from jax import numpy as jnp
-from options import Program
 
 import keras_tpu_dist as ktd
 

@@ -43,7 +43,7 @@ def results(program: dict, timeout: float) -> dict[str, np.ndarray]:
 def main(path: Path) -> None:
     """Runs the program of a file as one of the processes, and writes what it gives beside it."""
     here = Path(__file__).parent
-    sys.path[:0] = [str(here.parent / "conformance"), str(here)]
+    sys.path[:0] = [str(here.parent / "conformance"), str(here), str(here.parent)]
     import keras_tpu_dist as ktd
 
     ktd.initialize()
@@ -51,7 +51,7 @@ def main(path: Path) -> None:
 
     import jax
     import programs
-    from options import Program
+    from drawing import Program
     from precision import in_float64
 
     program = Program(**json.loads(path.read_text()))

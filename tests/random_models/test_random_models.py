@@ -1,18 +1,13 @@
 """Programs drawn at random, some of every run; seeds that once failed, with what was wrong."""
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from drawing import run_all
+from options import all_pairs, covering, drawn, is_legal, pairs_of
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE)]
-_spec = importlib.util.spec_from_file_location("random_models_run", HERE / "run.py")
-run = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(run)
-all_pairs, covering, drawn, pairs_of = run.all_pairs, run.covering, run.drawn, run.pairs_of
+WORKER = Path(__file__).with_name("worker.py")
 
 # What failed before it was mended, by the options that matter.
 FAILED = {
@@ -68,7 +63,7 @@ FAILED = {
 @pytest.mark.slow
 def test_what_failed_before():
     programs = [drawn(number, fixed) for number, fixed in enumerate(FAILED.values())]
-    found = run.run_all(programs, timeout=300)
+    found = run_all(programs, WORKER, timeout=300)
     assert [str(finding) for finding in found if finding.outcome != "right"] == []
     assert len(found) == len(FAILED)
 
@@ -77,7 +72,7 @@ def test_what_failed_before():
 def test_every_pair_of_options_meets():
     programs = covering([drawn(seed) for seed in range(30)], 1000)
     assert all_pairs() <= set().union(*map(pairs_of, programs))
-    assert all(run.is_legal(program.choices) for program in programs)
+    assert all(is_legal(program.choices) for program in programs)
     # No fewer programs can have all pairs of the two options with the most values.
     least = max(Counter((a, b) for (a, _), (b, _) in all_pairs()).values())
     assert len(programs) < 1.4 * least

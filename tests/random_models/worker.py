@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "conformance"), str(Path(__file__).parent)]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "conformance"), str(HERE), str(HERE.parent)]
 
 import serving  # first: it chooses the devices  # noqa: E402
 
 # isort: split
 import programs  # noqa: E402
-from options import Program  # noqa: E402
+from drawing import Program  # noqa: E402
 
 if __name__ == "__main__":
     serving.serve(

@@ -1,8 +1,9 @@
 """What a model with tables can be made of, and programs drawn from it. Imports no Keras."""
 
 import random
-from dataclasses import dataclass, field
 from typing import Any
+
+from drawing import Program
 
 # Whether rows without a gradient stay as they are, so that "lazy" changes nothing.
 ROW_WISE = ("sgd", "adagrad", "schedule")
@@ -57,23 +58,6 @@ OPTIONS: dict[str, tuple] = {
 }
 
 
-@dataclass(frozen=True)
-class TableProgram:
-    """One choice for every option.
-
-    Attributes:
-        seed: What it was drawn from.
-        choices: From each option's name to its value.
-    """
-
-    seed: int
-    choices: dict[str, Any] = field(hash=False)
-
-    def __str__(self):
-        words = ", ".join(f"{name}={value}" for name, value in self.choices.items())
-        return f"seed {self.seed}: {words}"
-
-
 def is_legal(choices: dict[str, Any]) -> bool:
     """Whether one device and the mesh are to give the same.
 
@@ -92,7 +76,7 @@ def is_legal(choices: dict[str, Any]) -> bool:
     return True
 
 
-def drawn(seed: int, given: dict[str, Any] | None = None) -> TableProgram:
+def drawn(seed: int, given: dict[str, Any] | None = None) -> Program:
     """A program, the same for each seed.
 
     Args:
@@ -106,5 +90,5 @@ def drawn(seed: int, given: dict[str, Any] | None = None) -> TableProgram:
     for _ in range(1000):
         choices = {name: rng.choice(values) for name, values in OPTIONS.items()} | (given or {})
         if is_legal(choices):
-            return TableProgram(seed, choices)
+            return Program(seed, choices)
     raise ValueError(f"no legal program has {given}")

@@ -11,8 +11,8 @@ from unittest import mock
 
 import keras
 import numpy as np
+from drawing import Program
 from keras import ops
-from table_options import TableProgram
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tables import step as tables_step
@@ -69,7 +69,7 @@ _LIMITS = {
 }
 
 
-def results_of(program: TableProgram, on_mesh: bool) -> dict[str, Any]:
+def results_of(program: Program, on_mesh: bool) -> dict[str, Any]:
     """Histories, weights, evaluation and predictions, and how tables were used.
 
     Args:
@@ -92,7 +92,7 @@ _NAMES = ("x", "y", "sample_weight")
 
 
 @contextlib.contextmanager
-def _choice_of(program: TableProgram):
+def _choice_of(program: Program):
     """Small tables too; and by width, whatever takes longer."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(tables_step, "LEAST_BYTES", 1))
@@ -123,7 +123,7 @@ class _Run:
         folder: For files.
     """
 
-    def __init__(self, program: TableProgram, on_mesh: bool, folder: Path):
+    def __init__(self, program: Program, on_mesh: bool, folder: Path):
         self._program, self._choices = program, program.choices
         self._on_mesh, self._folder = on_mesh, folder
         self._place = self._choices["place"]
@@ -282,7 +282,7 @@ def _layer_of_table(model: keras.Model) -> keras.Layer:
 # --- data ---------------------------------------------------------------------------------------
 
 
-def _data(program: TableProgram, model: keras.Model) -> tuple:
+def _data(program: Program, model: keras.Model) -> tuple:
     """Inputs, targets and perhaps sample weights."""
     choices, rng = program.choices, np.random.default_rng(program.seed)
     rows = choices["rows"]

@@ -2,7 +2,8 @@
 
 import pytest
 import table_programs
-from drawn import run_all
+from drawing import run_all
+from drawn import WORKER
 from table_options import OPTIONS, drawn, is_legal
 
 
@@ -10,7 +11,7 @@ from table_options import OPTIONS, drawn, is_legal
 def test_drawn_models_equal_one_device():
     """`python tests/tables/drawn.py` draws others."""
     programs = [drawn(seed) for seed in (1, 2, 100, 101)]
-    found = run_all(programs, timeout=600)
+    found = run_all(programs, WORKER, processes=1, timeout=600)
     assert [str(each) for each in found if each.outcome != "right"] == []
     assert len(found) == len(programs)
 
