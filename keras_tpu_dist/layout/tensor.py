@@ -746,6 +746,9 @@ class TensorPlan:
         self._scales(p.layer, "kernel", p.kernel, last)
 
     def _factors(self, layer, name: str, base, axes: Axes) -> None:
+        used = self.decisions[id(base)].used
+        if used and not any(used):
+            axes = used  # their product is added to the whole base
         factors = {"a": (*axes[:-1], None), "b": (None, axes[-1])}
         for which, own in factors.items():
             factor = _keras.stored_weight(layer, f"lora_{name}_{which}")

@@ -137,26 +137,24 @@ class _Reader:
         if not any(axes) and any(why in decision.reason for why in (SHARED, INDIVISIBLE)):
             yield self._whole(weight, decision)
         item = jax.numpy.dtype(layer.compute_dtype or "float32").itemsize
-        if decision.view is not None and ways > 1:
+        if decision.view is not None and (ways > 1 or _learns(layer, weight)):
             words = (
                 "It computes several projections at once, such as queries, keys and values, and is "
-                "split by heads in use: it is sent"
+                f"split by heads in use: {_with_gradient(layer, weight)}"
             )
             if scales := _scales(layer):
                 moved = (weight, *filter(self._is_split, scales))
                 sent = _exchanged(sum(map(bytes_of, moved)), ways)
-                words += "."
             else:
-                sent = 2 * _exchanged(math.prod(weight.shape) * item, ways)
-                words += ", and so is its gradient."
+                sent = self._taken_apart(layer, weight, item)
             yield words, "Use one kernel per projection; then nothing is sent.", 0.0, sent
         elif decision.used and ways > 1:
             used = self._model_axes(decision.used)
             if any(used):
-                sent = 2 * _exchanged(size, ways) + self._gathered_bias(p, ways)
+                sent = _padded(layer, weight, ways)
                 words = (
                     "Its heads or units are not divisible by the model axis: it is stored split "
-                    "by width, and padded in use. It is sent, and so is its gradient."
+                    f"by width, and padded in use. {_with_gradient(layer, weight).capitalize()}"
                 )
             else:
                 sent, words = _gathered(size, ways), "Every device uses all of it: it is gathered."
@@ -172,10 +170,24 @@ class _Reader:
             by_row = None if features is None else _gathered(features * item, ways)
             yield words, _SIZES, by_row, 0.0
 
-    def _gathered_bias(self, p: Projection | None, ways: int) -> float:
-        """Bytes of a bias that is stored whole, of which each device updates a part."""
-        bias = p.bias if p is not None else None
-        return 0.0 if bias is None else _gathered(bytes_of(bias), ways)
+    def _taken_apart(self, layer, weight, item: int) -> float:
+        """Bytes that a step sends for a kernel that is used by heads, and for its bias."""
+        sent = 0.0
+        for each in (weight, *_own_biases(layer, weight)):
+            decision = self._by_plan(each)
+            if decision is None or decision.view is None:
+                continue
+            ways = self._ways(decision.used)
+            size, learns = math.prod(each.shape) * item, _learns(layer, each)
+            if self._ways(decision.axes) > 1:
+                sent += (2 if learns else 1) * _exchanged(size, ways)
+            elif learns:
+                # Each device has all of it, and the gradient of its own part.
+                sent += _gathered(size, ways)
+        return sent
+
+    def _ways(self, axes: Axes) -> int:
+        return math.prod(axis_size(self._mesh, entry) for entry in self._model_axes(axes))
 
     def _is_split(self, weight: Any) -> bool:
         decision = self._placement.decisions.get(id(weight))
@@ -248,6 +260,43 @@ def _scales(layer: Any) -> list[Any]:
     """The scales and zero points of a layer's quantized kernel."""
     found = (_keras.stored_weight(layer, f"kernel_{name}") for name in ("scale", "zero"))
     return [scale for scale in found if scale is not None]
+
+
+def _own_biases(layer: Any, weight: Any) -> list:
+    """The bias of a kernel, or the vectors beside it if its layer is none of Keras's own."""
+    p = projection_of(layer)
+    if p is not None and p.kernel is weight:
+        return [] if p.bias is None else [p.bias]
+    return [v for v in _keras.own_variables(layer) if v is not weight and len(v.shape) == 1]
+
+
+def _factors(layer: Any, weight: Any) -> list:
+    """The factors that LoRA adds to a weight."""
+    names = (f"lora_{weight.name}_{which}" for which in "ab")
+    return [v for name in names if (v := _keras.stored_weight(layer, name)) is not None]
+
+
+def _learns(layer: Any, weight: Any) -> bool:
+    """Whether a step computes the gradient of a weight, for itself or for its factors."""
+    # Factors of quantized kernels are multiplied by themselves.
+    factors = [] if _scales(layer) else _factors(layer, weight)
+    return any(v.trainable for v in (weight, *factors))
+
+
+def _with_gradient(layer: Any, weight: Any) -> str:
+    return "it is sent, and so is its gradient." if _learns(layer, weight) else "it is sent."
+
+
+def _padded(layer: Any, weight: Any, ways: int) -> float | None:
+    """Bytes that a step sends for a weight that is padded in use, and for its bias.
+
+    The bias is stored whole, and each device updates a part of it.
+    """
+    if _factors(layer, weight):
+        return None  # XLA moves the gradient of their product in several ways
+    biases = [v for v in _own_biases(layer, weight) if v.trainable]
+    sent = (2 if weight.trainable else 1) * _exchanged(bytes_of(weight), ways)
+    return sent + sum(_gathered(bytes_of(bias), ways) for bias in biases)
 
 
 def _built_for(layer: Any) -> tuple | None:

@@ -1,7 +1,10 @@
 """What lint says of weights without a pair, and of the bytes that they send, is what is sent.
 
-Lint reads the plan; here it is compared with what the compiled training step sends over "model".
+Lint reads the plan; here it is compared with what the compiled training step sends over all axes
+but those that split the batch.
 """
+
+import itertools
 
 import keras
 import numpy as np
@@ -19,7 +22,11 @@ from keras_tpu_dist.layout.unpaired import unpaired
 
 L = keras.layers
 slow = pytest.mark.slow
-BY_FOUR = {"data": 2, "model": 4}
+MESHES = {
+    "model": {"data": 2, "model": 4},
+    "tp": {"data": 2, "tp": 4},
+    "two axes": {"data": 2, "heads": 2, "tp": 2},
+}
 ROWS = 8
 # One sum of a row of Megatron's, or of the gradients of what a column takes, in bytes that a device
 # sends. XLA on CPUs does not add up the gradients of one input before it sums them.
@@ -114,6 +121,32 @@ def few_words():
     return keras.Model(x, Block(Attention(positions=None))(y))
 
 
+def odd_inputs():
+    """Of a kernel that no device can store in parts."""
+    x = keras.Input((TIME, 18))
+    y = L.LayerNormalization()(x)
+    return keras.Model(x, Attention(form="in a row", positions=None)(y))
+
+
+def changed(make, name, change):
+    def build():
+        model = make()
+        for layer in model._flatten_layers():
+            if layer.name == name:
+                change(layer)
+        return model
+
+    return build
+
+
+def frozen(make, name):
+    return changed(make, name, lambda layer: setattr(layer, "trainable", False))
+
+
+def with_lora(make, name):
+    return changed(make, name, lambda layer: layer.enable_lora(2))
+
+
 IN_ATTENTION = ("query", "key", "value", "attention_output")
 # For each model the sums that its pairs need, and the weights that lint is to name.
 MODELS = {
@@ -140,38 +173,57 @@ MODELS = {
     "few heads": (few_heads, 6, ["k/kernel", "v/kernel"]),
     "many words": (many_words, 6, ["words/embeddings"]),
     "few words": (few_words, 6, ["words/embeddings"]),
-    "untied": (VOCABULARIES["untied"], 7, ["token/embeddings", "token/reverse_embeddings"]),
-    "headed": (VOCABULARIES["headed"], 6, ["token/embeddings", "head/kernel", "head/kernel"]),
+    "odd inputs": (odd_inputs, 2, ["query_key_value/kernel"]),
+    "frozen row": (frozen(in_a_row, "query_key_value"), 4, ["query_key_value/kernel"]),
+    "few frozen words": (frozen(few_words, "words"), 6, ["words/embeddings"]),
 }
+TABLE, HEAD_OF_WORDS = ["token/embeddings"], ["head/kernel"]
+BOTH_TABLES = [*TABLE, "token/reverse_embeddings"]
+for form, sums, last, weights in [
+    ("tied", 8, "token", TABLE),
+    ("untied", 7, "token", BOTH_TABLES),
+    ("headed", 6, "head", [*TABLE, *HEAD_OF_WORDS]),
+]:
+    make = VOCABULARIES[form]
+    MODELS[form] = make, sums, weights
+    MODELS[f"{form}, frozen"] = frozen(make, last), sums, weights
+    MODELS[f"{form}, lora"] = with_lora(make, last), sums, weights
 QUICK = ("paired", "between norms")
 
 
-def of(name):
-    strategy = ktd.TPUStrategy(BY_FOUR, Planner("tensor_parallel", min_size=64))
+def of(name, mesh):
+    strategy = ktd.TPUStrategy(MESHES[mesh], Planner("tensor_parallel", min_size=64))
     model = built(compiled(MODELS[name][0], "sgd"), strategy)
     return model, strategy
 
 
-def sent_over_model(model, strategy):
+def sent_besides(model, strategy):
+    """Bytes that a device sends over axes that do not split the batch, and by what."""
     x, y = (ops.ones((ROWS, *t.shape[1:]), t.dtype) for t in (model.inputs[0], model.outputs[0]))
-    found = hlo.analyze(program(model, strategy, x, y), wire=Wire(tuple(BY_FOUR.items())))
-    crossing = [c for c in found.collectives if any(a.startswith("model") for a in c.axes)]
+    wire = Wire(tuple(strategy.mesh.shape.items()))
+    found = hlo.analyze(program(model, strategy, x, y), wire=wire)
+    crossing = [c for c in found.collectives if not set(c.axes) <= set(strategy.data_axes)]
     return sum(c.sent_bytes * c.times for c in crossing), crossing
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in MODELS]
-)
-def test_lint_names_what_is_sent(name):
+def cases():
+    """All models over "model", and over axes of other names."""
+    for mesh, name in itertools.product(MESHES, MODELS):
+        quick = mesh == "model" and name in QUICK
+        yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=() if quick else slow)
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(cases()))
+def test_lint_names_what_is_sent(name, mesh):
     _, sums, expected = MODELS[name]
-    model, strategy = of(name)
+    model, strategy = of(name, mesh)
     found = unpaired(model, strategy.placement(model), strategy.layouts.setting)
     named = ["/".join(each.path.split("/")[-2:]) for each in found]
     assert sorted(set(named)) == sorted(set(expected)), named
     if any(each.by_step is None for each in found):
         return  # a dry run says
     stated = sum(each.by_row * ROWS / 2 + each.by_step for each in found)
-    sent, crossing = sent_over_model(model, strategy)
+    sent, crossing = sent_besides(model, strategy)
     left = sent - sums * SUM - stated
     # Parts of several kinds that lie over two devices each are sent besides: 8 % there.
     small = stated / 10 if name == "unequal parts" else SMALL

@@ -102,6 +102,24 @@ def test_equal_to_one_device(form, words, plan):
     assert_close(trained(form, words, plan), trained(form, words))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_lora_beside_vocabularies_equals_one_device(form):
+    def build():
+        model = model_of(form, 203, keras.losses.SparseCategoricalCrossentropy(from_logits=True))()
+        name = "head" if form == "headed" else "token"
+        model.get_layer(name).enable_lora(2, b_initializer="glorot_uniform")
+        model.compile("sgd", model.loss)
+        return model
+
+    x, y = np.random.default_rng(0).integers(0, 203, (2, ROWS, TIME))
+    found = []
+    for strategy in (None, strategy_of("tensor_parallel", {"data": 2, "model": 4})):
+        model = built(build, strategy)
+        found.append([[model.train_on_batch(x, y) for _ in range(2)], model.get_weights()])
+    assert_close(*found)
+
+
 MESHES = {"two": {"data": 4, "model": 2}, "four": {"data": 2, "model": 4}}
 
 
