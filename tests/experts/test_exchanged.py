@@ -174,6 +174,41 @@ def test_plans_equal_one_device(mesh, hidden):
     assert_close(trained(model), trained(built(lambda: model_of(True, hidden), None)))
 
 
+LAUNCHES = {
+    "data4_model2": {"data": 4, "model": 2},
+    "data2_fsdp2_model2": {"data": 2, "fsdp": 2, "model": 2},
+}
+
+
+def fitted(strategy, steps, batch_size):
+    """Losses, predictions and weights after epochs of four whole batches and a smaller one."""
+    model = built(lambda: model_of(True), strategy)
+    model.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=steps)
+    rng = np.random.default_rng(2)
+    rows = 4 * batch_size + min(batch_size - 3, 13)
+    x = rng.normal(size=(rows, TIME, WIDTH)).astype("float32")
+    y = rng.normal(size=(rows, TIME, 3)).astype("float32")
+    fit = model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return [fit.history["loss"], model.predict(x[:13], verbose=0), *model.get_weights()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [13, 16])
+@pytest.mark.parametrize("mesh", LAUNCHES)
+def test_launches_of_four_steps_equal_one_device(mesh, batch_size, monkeypatch):
+    exchanges, stock = [], exchange._Exchange.evaluate
+
+    def counted(self, inputs):
+        exchanges.append(inputs[0].shape[0])
+        return stock(self, inputs)
+
+    monkeypatch.setattr(exchange._Exchange, "evaluate", counted)
+    strategy = ktd.TPUStrategy(LAUNCHES[mesh], Planner("fsdp", min_size=64))
+    found = fitted(strategy, 4, batch_size)
+    assert (16 in exchanges) == (batch_size == 16), exchanges
+    assert_close(found, fitted(None, 1, batch_size))
+
+
 class Bank(L.Layer):
     """The experts of a mixture, as a layer of their own, which is given tokens by expert."""
 
