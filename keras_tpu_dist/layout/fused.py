@@ -137,7 +137,7 @@ class Fused:
 
     @property
     def _packed(self) -> bool:
-        """Whether two values lie in a byte."""
+        """Whether two values share a byte."""
         return self.kernel.shape[-1] != self.scales[0].shape[-1]
 
 
