@@ -14,7 +14,13 @@ from keras_tpu_dist.common.phases import BUILD, phase
 from keras_tpu_dist.partitioner.debugging import checked
 from keras_tpu_dist.partitioner.places import in_compiled_code
 from keras_tpu_dist.partitioner.spread import Axes, spec_axes
-from keras_tpu_dist.trace.jaxprs import opened
+from keras_tpu_dist.trace.jaxprs import (
+    inner_jaxprs,
+    opened,
+    with_constants,
+    with_constants_as_inputs,
+    with_equations,
+)
 
 
 class Jitted:
@@ -167,8 +173,10 @@ class Jitted:
         inputs = axes_of(tuple(self._layouts(*args)), args)
         results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
         jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
-        if jaxpr is traced.jaxpr:
+        is_held = _holds_parts(jaxpr)
+        if jaxpr is traced.jaxpr and not is_held:
             return plain
+        jaxpr, held = with_constants_as_inputs(_lifted(jaxpr)) if is_held else (jaxpr, None)
         call = _call_of(jaxpr, self._name)
         structure = jax.tree.structure(shapes)
 
@@ -176,7 +184,80 @@ class Jitted:
             return jax.tree.unflatten(structure, call(jax.tree.leaves(args)))
 
         program.__name__ = self._name
-        return jax.jit(program, **self._options)
+        repaired = jax.jit(program, **self._options)
+        return repaired if held is None else _Holding(repaired, held)
+
+
+class _Holding:
+    """A program that gets arrays of the function's own as a further argument.
+
+    A Keras layer may keep arrays that are no variables, such as the mean of a `Normalization`. In a
+    compiled program they are constants, which JAX refuses if parts are on devices of other
+    processes.
+
+    Args:
+        program: The `jax.jit` function.
+        held: The arrays.
+    """
+
+    def __init__(self, program: Any, held: Sequence[Any]):
+        self._program, self._held = program, tuple(held)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        return self._program(*args, self._held)
+
+    def trace(self, *args: Any) -> Any:
+        """The traced program."""
+        return self._program.trace(*args, self._held)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program."""
+        return self._program.lower(*args, self._held)
+
+
+def _holds_parts(jaxpr: Any) -> bool:
+    """Whether a program, or one that it calls, has a constant that must be an argument."""
+    if any(map(_spans_processes, getattr(jaxpr, "consts", ()))):
+        return True
+    calls = (inner for equation in opened(jaxpr).eqns for inner in inner_jaxprs(equation))
+    return any(map(_holds_parts, calls))
+
+
+def _lifted(jaxpr: Any) -> Any:
+    """The program in which functions compiled within it get their constants from outside."""
+    equations, lifted = [], dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
+    for equation in opened(jaxpr).eqns:
+        inner = equation.params.get("jaxpr")
+        if equation.primitive is _call_template("any", 1, 1)[0] and _holds_parts(inner):
+            inner = _lifted(inner)
+            given = list(opened(inner).constvars)
+            inner, constants = with_constants_as_inputs(inner)
+            lifted |= dict(zip(given, constants, strict=True))
+            params = _with_more_inputs(equation.params, len(equation.invars), len(given))
+            invars = [*equation.invars, *given]
+            equation = equation.replace(invars=invars, params=params | {"jaxpr": inner})
+        equations.append(equation)
+    return with_constants(with_equations(jaxpr, equations), lifted)
+
+
+def _with_more_inputs(params: dict[str, Any], inputs: int, more: int) -> dict[str, Any]:
+    """The parameters of a call that gets further arrays."""
+    _, ours = _call_template("any", more, 1)
+    longer = {
+        key: (*value, *ours[key])
+        for key, value in params.items()
+        if isinstance(value, tuple)
+        and key.split("_")[0] in ("in", "donated")
+        and len(value) == inputs
+    }
+    return params | longer
+
+
+def _spans_processes(constant: Any) -> bool:
+    """Whether JAX takes an array only as an argument."""
+    is_array = isinstance(constant, jax.Array)
+    return is_array and not (constant.is_fully_addressable or constant.is_fully_replicated)
 
 
 def _hangs(exchanges: list[str]) -> str:

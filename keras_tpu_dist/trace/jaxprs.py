@@ -1,6 +1,6 @@
 """Jaxprs read and written: the one way to look into equations, for every JAX."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,33 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
     if isinstance(jaxpr, core.Jaxpr):
         return edited
     return jaxpr.replace(jaxpr=edited)
+
+
+def with_constants(jaxpr: Any, constants: Mapping[Any, Any]) -> Any:
+    """The program with other constants.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+        constants: The value of each variable.
+    """
+    program, values = opened(jaxpr), list(constants.values())
+    variables: dict[str, Any] = {"constvars": list(constants), "invars": list(program.invars)}
+    if isinstance(jaxpr, core.Jaxpr):
+        return program.replace(consts=values, **variables)
+    return jaxpr.replace(jaxpr=program.replace(**variables), consts=values)
+
+
+def with_constants_as_inputs(jaxpr: Any) -> tuple[Any, list]:
+    """The program with its constants as further inputs, the last ones, and the constants.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+    """
+    program, constants = opened(jaxpr), list(jaxpr.consts)
+    inputs: dict[str, Any] = {"constvars": [], "invars": [*program.invars, *program.constvars]}
+    if isinstance(jaxpr, core.Jaxpr):
+        return program.replace(consts=[], **inputs), constants
+    return jaxpr.replace(jaxpr=program.replace(**inputs), consts=[]), constants
 
 
 def manual_axes(equation: Any) -> frozenset[str]:
