@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -114,6 +115,11 @@ def _strategy(choices: dict[str, Any], place: str) -> ktd.TPUStrategy:
     )
 
 
+def _path(variable: Any) -> str:
+    """A variable's path without Keras's numbers, which go on if a model is built again."""
+    return re.sub(r"_\d+\b", "", variable.path)
+
+
 class _Run:
     """One run of a program.
 
@@ -199,9 +205,9 @@ class _Run:
             # A fit ends with averages as weights, of which stock Keras then holds one array twice.
             for variable in model.variables:
                 variable.assign(np.array(variable.value))
-        found |= {f"{i} {v.path}": v.numpy() for i, v in enumerate(model.weights)}
+        found |= {f"{i} {_path(v)}": v.numpy() for i, v in enumerate(model.weights)}
         slots = [v for v in model.optimizer.variables if "seed" not in v.path]
-        found |= {f"slot {i} {v.path}": v.numpy() for i, v in enumerate(slots)}
+        found |= {f"slot {i} {_path(v)}": v.numpy() for i, v in enumerate(slots)}
         size = choices["batch_size"]
         named = dict(zip(_NAMES, arrays))
         found["evaluate"] = model.evaluate(**named, batch_size=size, verbose=0)
