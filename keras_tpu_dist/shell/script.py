@@ -1,6 +1,7 @@
 """Checks that `launch` has a program, before it starts processes that would all fail."""
 
 import glob
+import importlib.machinery
 import importlib.util
 import os
 import pkgutil
@@ -99,14 +100,12 @@ def _not_found(name: str, what: str, choices: Iterable[str]) -> ValueError:
 
 def _folders_of(top: str) -> list[Path] | None:
     """The folders of a package; `[]` of another module, and `None` of one that is not found."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())  # which `python -m` searches first
     try:
-        spec = importlib.util.find_spec(top)
+        # As `python -m` does: the current folder first, and nothing that is imported here already.
+        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        spec = spec or importlib.util.find_spec(top)  # which also finds modules of Python itself
     except (ImportError, ValueError):
         return None
-    finally:
-        sys.path[:] = before
     if spec is None:
         return None
     return [Path(each) for each in spec.submodule_search_locations or ()]

@@ -231,7 +231,7 @@ def test_lint_names_what_is_sent(name, mesh):
 
 
 def test_lint_gives_the_sizes_of_unequal_parts():
-    model, strategy = of("unequal parts")
+    model, strategy = of("unequal parts", next(iter(MESHES)))
     (found,) = [f for f in strategy.lint(model).findings if "unequal parts" in str(f)]
     assert "dense/kernel" in str(found)
     assert "parts of 96 and 64" in str(found)
