@@ -117,7 +117,7 @@ def _strategy(choices: dict[str, Any], place: str) -> ktd.TPUStrategy:
 
 def _path(variable: Any) -> str:
     """A variable's path without Keras's numbers, which go on if a model is built again."""
-    return re.sub(r"_\d+\b", "", variable.path)
+    return re.sub(r"_\d+(?=_|\b)", "", variable.path)
 
 
 class _Run:
