@@ -332,21 +332,21 @@ def test_launch_ignores_no_word(words, error, model, tmp_path, capsys):
         (["trian.py"], "'trian.py', which does not exist. Check the path. Did you mean 'train.py'"),
         (["train"], "'train', which does not exist. Check the path. Did you mean 'train.py'?"),
         (["no/train.py"], "'no/train.py', which does not exist. Check the path."),
-        (["jobs"], "a folder without __main__.py. Name a file, such as jobs/long.py."),
+        (["own_jobs"], "a folder without __main__.py. Name a file, such as own_jobs/long.py."),
         (["empty"], "a folder without __main__.py. Check the path."),
-        (["jobs/lnog.py"], "Did you mean 'jobs/long.py'?"),
+        (["own_jobs/lnog.py"], "Did you mean 'own_jobs/long.py'?"),
         (["-m", "trian"], "'trian' does not exist. Check the name and the folder that you are in."),
         (["-m", "train.py"], "not a file. Received: module='train.py'. Leave out -m"),
-        (["-m", "jobs.lnog"], "'jobs' contains no 'lnog'. Check the name"),
+        (["-m", "own_jobs.lnog"], "'own_jobs' contains no 'lnog'. Check the name"),
         (["-m", "train.long"], "'train' contains no 'long'."),
-        (["-m", "jobs"], "the package has no __main__.py."),
+        (["-m", "own_jobs"], "the package has no __main__.py."),
         (["-m", "json.decodre"], "Did you mean 'json.decoder'?"),
     ],
 )
 def test_launch_of_no_program_starts_no_process(words, error, tmp_path, monkeypatch, capsys):
-    for name in ("jobs", "empty"):
+    for name in ("own_jobs", "empty"):
         (tmp_path / name).mkdir()
-    for name in ("train.py", "jobs/long.py"):
+    for name in ("train.py", "own_jobs/long.py"):
         (tmp_path / name).write_text("raise AssertionError('it ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(light, "launch", None)
