@@ -64,6 +64,13 @@ class Turns:
             self._ready = True
             self._changed.notify_all()
 
+    def launches(self) -> None:
+        """Records that the model in training launches a step, maybe with a function of before."""
+        if not self._ready:
+            with self._changed:
+                self._ready = True
+                self._changed.notify_all()
+
     def hand_out(self, variable: Any, stock: Callable) -> Any:
         """Reads a variable; called after `_keras.set_owner`. See `Buffers.hand_out`."""
         return self.buffers.hand_out(variable, stock)

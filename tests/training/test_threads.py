@@ -67,6 +67,35 @@ def test_a_thread_saves_a_model_that_another_trains(tmp_path):
     assert keras.saving.load_model(path).predict(X, verbose=0).shape == (40, 3)
 
 
+@pytest.mark.parametrize("call", ["fit", "train_on_batch"])
+def test_a_callback_of_a_second_fit_waits_for_a_thread_that_predicts(call):
+    """The second fit uses the function of the first one, or of `train_on_batch`."""
+    with ktd.TPUStrategy().scope():
+        trained = model(1, 8)
+    beside = []
+
+    def predict():
+        beside.append(trained.predict(X, verbose=0).shape)
+
+    def begin(epoch, logs):
+        thread = threading.Thread(target=predict, daemon=True)
+        thread.start()
+        threads.append(thread)
+
+    def end(epoch, logs):
+        threads[-1].join(60)
+        assert not threads[-1].is_alive()
+
+    threads = []
+    waits = keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
+    if call == "fit":
+        fit(trained, epochs=1)
+    else:
+        trained.train_on_batch(X[:8], np.eye(3)[Y[:8]])
+    trained.fit(X, np.eye(3)[Y], batch_size=8, epochs=2, verbose=0, callbacks=[waits])
+    assert beside == [(40, 3)] * 2
+
+
 @pytest.mark.parametrize("layout", [None, "fsdp"])
 def test_two_fits_of_one_strategy(layout):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, layout)
