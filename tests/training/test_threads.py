@@ -91,7 +91,7 @@ def test_a_callback_of_a_second_fit_waits_for_a_thread_that_predicts(call):
     if call == "fit":
         fit(trained, epochs=1)
     else:
-        trained.train_on_batch(X[:8], np.eye(3)[Y[:8]])
+        trained.train_on_batch(X[:8], np.eye(3, dtype="float32")[Y[:8]])
     trained.fit(X, np.eye(3)[Y], batch_size=8, epochs=2, verbose=0, callbacks=[waits])
     assert beside == [(40, 3)] * 2
 
