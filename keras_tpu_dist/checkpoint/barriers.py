@@ -161,6 +161,27 @@ def in_all(
     raise ValueError(message(rule, received=f"{reason} ({what}).", fix=fix)) from error
 
 
+def from_first(what: str, read: Callable[[], _Read], form: Any, *, alone: bool = False) -> _Read:
+    """What process 0 reads, for all: a process that looks a moment later may see something else.
+
+    Args:
+        what: See `in_all`.
+        read: A function that returns plain data.
+        form: The form of the data. See `processes.encoding.decoded`.
+        alone: See `in_all`.
+
+    Raises:
+        CheckpointError: In all processes, if process 0 raised it.
+        ValueError: In all processes, if process 0 raised another error.
+    """
+    if alone or jax.process_count() == 1:
+        return read()
+    found = in_all(what, lambda: read() if jax.process_index() == 0 else None)
+    of_all = agree(what, FIX, found, (None, form), reduce=lambda of_all: of_all[0])
+    check_form(of_all, form, where=what)
+    return of_all
+
+
 def _outcome(outcomes: list[list[str]]) -> list[str]:
     """The outcome for all processes, and its reason."""
     for kind in (_FAILED, _UNREADABLE):

@@ -102,7 +102,7 @@ def load_file(
             for (_, variable), value in zip(group, values, strict=True):
                 variable.assign(value)
 
-        for group in grouped(chosen, lambda pair: _nbytes(pair[1]), GROUP_BYTES):
+        for group in grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES):
             assign(group)
     _keras.forget_state(model)
     return report
@@ -133,10 +133,6 @@ def grouped(
         size += size_of(item)
     if group:
         yield group
-
-
-def _nbytes(variable: Any) -> int:
-    return math.prod(variable.shape) * variable.value.dtype.itemsize
 
 
 def _most_bytes(model: Any) -> int:

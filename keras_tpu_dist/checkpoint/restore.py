@@ -10,10 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
-
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkpoint.barriers import FIX, in_all
+from keras_tpu_dist.checkpoint.barriers import from_first, in_all
 from keras_tpu_dist.checkpoint.keras_files import (
     GROUP_BYTES,
     KerasDirectory,
@@ -39,8 +37,7 @@ from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import patterns_of
-from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ListOf, check_form
+from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
 
@@ -159,22 +156,14 @@ def load_newest(
 def agreed_steps(store: Store | KerasDirectory) -> list[int]:
     """The steps with a complete checkpoint, the newest last; for all processes what process 0 sees.
 
-    A process that looks a moment later may see others.
-
     Args:
         store: The checkpoints.
 
     Raises:
         CheckpointError: In all processes, if the directory cannot be read.
     """
-    is_first = store.alone or jax.process_index() == 0
     what = f"looking for checkpoints in {store.directory}"
-    steps = in_all(what, lambda: store.steps if is_first else [], alone=store.alone)
-    if store.alone:
-        return steps
-    of_first = agree(what, FIX, steps, ListOf(int), reduce=lambda of_all: of_all[0])
-    check_form(of_first, ListOf(int), where=what)
-    return of_first
+    return from_first(what, lambda: store.steps, ListOf(int), alone=store.alone)
 
 
 def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Manifest:

@@ -7,9 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
-
-from keras_tpu_dist.checkpoint.barriers import in_all
+from keras_tpu_dist.checkpoint.barriers import from_first
 from keras_tpu_dist.checkpoint.keeping import written_at_s
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
@@ -79,15 +77,10 @@ class Tiers:
         if self.local is None:
             return
         what = f"looking for the run of {self.store.directory}"
-        newest = in_all(what, self._newest_of_first)
-        # Process 0 decides, because the directory may have just changed.
-        found = agree(what, self._fix, newest, [(None, str), int, float])
-        self.local.look_for(*found[0])
+        self.local.look_for(*from_first(what, self._newest, [(None, str), int, float]))
 
-    def _newest_of_first(self) -> list[Any]:
-        """The run, step and time of the newest shared checkpoint that process 0 can read."""
-        if jax.process_index() != 0:
-            return [None, -1, 0.0]
+    def _newest(self) -> list[Any]:
+        """The run, step and time of the newest shared checkpoint that can be read."""
         run, step, at_s = None, -1, 0.0
         steps = self.store.steps
         for step_here in reversed(steps):

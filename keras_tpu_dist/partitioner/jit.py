@@ -15,11 +15,12 @@ from keras_tpu_dist.partitioner.debugging import checked
 from keras_tpu_dist.partitioner.places import in_compiled_code
 from keras_tpu_dist.partitioner.spread import Axes, spec_axes
 from keras_tpu_dist.trace.jaxprs import (
+    constants_of,
     inner_jaxprs,
     opened,
     with_constants,
-    with_constants_as_inputs,
     with_equations,
+    with_inputs,
 )
 
 
@@ -173,10 +174,11 @@ class Jitted:
         inputs = axes_of(tuple(self._layouts(*args)), args)
         results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
         jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
-        is_held = _holds_parts(jaxpr)
-        if jaxpr is traced.jaxpr and not is_held:
+        held = {}
+        if jax.process_count() > 1 and _holds_parts(jaxpr):
+            jaxpr, held = _with_held(_lifted(jaxpr))
+        if jaxpr is traced.jaxpr:
             return plain
-        jaxpr, held = with_constants_as_inputs(_lifted(jaxpr)) if is_held else (jaxpr, None)
         call = _call_of(jaxpr, self._name)
         structure = jax.tree.structure(shapes)
 
@@ -185,7 +187,7 @@ class Jitted:
 
         program.__name__ = self._name
         repaired = jax.jit(program, **self._options)
-        return repaired if held is None else _Holding(repaired, held)
+        return _Holding(repaired, list(held.values())) if held else repaired
 
 
 class _Holding:
@@ -226,19 +228,26 @@ def _holds_parts(jaxpr: Any) -> bool:
 
 def _lifted(jaxpr: Any) -> Any:
     """The program in which functions compiled within it get their constants from outside."""
-    equations, lifted = [], dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
+    equations, lifted = [], constants_of(jaxpr)
     for equation in opened(jaxpr).eqns:
         inner = equation.params.get("jaxpr")
         if equation.primitive is _call_template("any", 1, 1)[0] and _holds_parts(inner):
-            inner = _lifted(inner)
-            given = list(opened(inner).constvars)
-            inner, constants = with_constants_as_inputs(inner)
-            lifted |= dict(zip(given, constants, strict=True))
-            params = _with_more_inputs(equation.params, len(equation.invars), len(given))
-            invars = [*equation.invars, *given]
+            inner, held = _with_held(_lifted(inner))
+            lifted |= held
+            params = _with_more_inputs(equation.params, len(equation.invars), len(held))
+            invars = [*equation.invars, *held]
             equation = equation.replace(invars=invars, params=params | {"jaxpr": inner})
         equations.append(equation)
     return with_constants(with_equations(jaxpr, equations), lifted)
+
+
+def _with_held(jaxpr: Any) -> tuple[Any, dict[Any, Any]]:
+    """The program that gets the constants that must be arguments, and these by their variables.
+
+    Others stay constants: an array on one device is no argument beside those on the mesh.
+    """
+    held = {each: a for each, a in constants_of(jaxpr).items() if _spans_processes(a)}
+    return with_inputs(jaxpr, list(held)), held
 
 
 def _with_more_inputs(params: dict[str, Any], inputs: int, more: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Jaxprs read and written: the one way to look into equations, for every JAX."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,31 +38,43 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
     return jaxpr.replace(jaxpr=edited)
 
 
-def with_constants(jaxpr: Any, constants: Mapping[Any, Any]) -> Any:
+def with_constants(
+    jaxpr: Any, constants: Mapping[Any, Any], inputs: Sequence[Any] | None = None
+) -> Any:
     """The program with other constants.
 
     Args:
         jaxpr: The program; a `ClosedJaxpr`.
         constants: The value of each variable.
+        inputs: The variables of its inputs. Defaults to those that it has.
     """
     program, values = opened(jaxpr), list(constants.values())
-    variables: dict[str, Any] = {"constvars": list(constants), "invars": list(program.invars)}
+    inputs = list(program.invars if inputs is None else inputs)
+    variables: dict[str, Any] = {"constvars": list(constants), "invars": inputs}
     if isinstance(jaxpr, core.Jaxpr):
         return program.replace(consts=values, **variables)
     return jaxpr.replace(jaxpr=program.replace(**variables), consts=values)
 
 
-def with_constants_as_inputs(jaxpr: Any) -> tuple[Any, list]:
-    """The program with its constants as further inputs, the last ones, and the constants.
+def constants_of(jaxpr: Any) -> dict[Any, Any]:
+    """The constants of a program by their variables.
 
     Args:
         jaxpr: The program; a `ClosedJaxpr`.
     """
-    program, constants = opened(jaxpr), list(jaxpr.consts)
-    inputs: dict[str, Any] = {"constvars": [], "invars": [*program.invars, *program.constvars]}
-    if isinstance(jaxpr, core.Jaxpr):
-        return program.replace(consts=[], **inputs), constants
-    return jaxpr.replace(jaxpr=program.replace(**inputs), consts=[]), constants
+    return dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
+
+
+def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
+    """The program with some of its constants as further inputs, the last ones.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+        variables: The variables of the constants.
+    """
+    chosen = set(variables)
+    others = {each: value for each, value in constants_of(jaxpr).items() if each not in chosen}
+    return with_constants(jaxpr, others, [*opened(jaxpr).invars, *variables])
 
 
 def manual_axes(equation: Any) -> frozenset[str]:

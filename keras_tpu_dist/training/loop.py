@@ -241,6 +241,7 @@ class Training(StepLoop):
 
     def __call__(self, state, iterator):
         """Launches the next steps. See `StepLoop`."""
+        self._turns.steps()
         groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
         try:
             if isinstance(iterator, DeviceIterator):
@@ -284,7 +285,6 @@ class Training(StepLoop):
         return {} if fit.batches_to_skip else self._trainer.get_metrics_result()
 
     def _launch(self, groups, batch, steps):
-        self._turns.launches()
         watch = self._fit.watch
         kind = steps > 1, None if watch is None else watch.mask
         program = self._programs.get(kind) or self._made_program(*kind)

@@ -60,12 +60,10 @@ class Turns:
             variables: The variables of its training state.
         """
         _keras.set_owner(variables, self)
-        with self._changed:
-            self._ready = True
-            self._changed.notify_all()
+        self.steps()
 
-    def launches(self) -> None:
-        """Records that the model in training launches a step, maybe with a function of before."""
+    def steps(self) -> None:
+        """Records that the model in training runs its step function, maybe one of before."""
         if not self._ready:
             with self._changed:
                 self._ready = True

@@ -237,10 +237,8 @@ def test_factors_of_lora_lie_as_the_dimensions_of_the_kernel(mode):
     assert not any(found["attention_output/lora_kernel_b"])
 
 
-@slow
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int8"])
-@pytest.mark.parametrize("name", MODELS)
-def test_sums_alone_are_sent(name, mode):
+def sent_by(name, mode):
+    """What a step of a quantized model sends over "model"."""
     strategy = strategy_of(BY_TWO)
 
     def build():
@@ -250,7 +248,14 @@ def test_sums_alone_are_sent(name, mode):
         return keras.Model(x, inner(L.LayerNormalization()(x)))
 
     model = built(compiled(build, "sgd"), strategy)
-    found = sent(program(model, strategy, X[:8], Y[:8]), BY_TWO, "model")
+    return sent(program(model, strategy, X[:8], Y[:8]), BY_TWO, "model")
+
+
+@slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_alone_are_sent(name, mode):
+    found = sent_by(name, mode)
     sums = SUMS.get(name, 2)
     assert found["all-reduce", "forward"] == sums, found
     assert found["all-reduce", "backward"] == sums, found
@@ -261,15 +266,7 @@ def test_sums_alone_are_sent(name, mode):
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int8"])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernels_are_sent_and_nothing_gathered(name, mode):
-    strategy = strategy_of(BY_TWO)
-
-    def build():
-        inner = quantized(name, mode)()
-        x = keras.Input((TIME, WIDTH))
-        return keras.Model(x, inner(L.LayerNormalization()(x)))
-
-    model = built(compiled(build, "sgd"), strategy)
-    found = sent(program(model, strategy, X[:8], Y[:8]), BY_TWO, "model")
+    found = sent_by(name, mode)
     sums = 1 if name in ("halved", "gated") else 2
     assert found == {
         ("all-reduce", "forward"): sums,

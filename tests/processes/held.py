@@ -37,6 +37,22 @@ class Scaled(layers.Layer):
         return x @ self.kernel + (jax.jit(scaled) if self._compiled else scaled)(x)
 
 
+class Kept(layers.Layer):
+    """Multiplies by the array that its weight has first, and by an array of this process alone."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+        self.first = self.kernel.value
+        self.here = jax.device_put(np.linspace(0.5, 1, 8, dtype="float32"), jax.local_devices()[0])
+
+    def call(self, x):
+        return x @ (self.kernel + self.first * self.here)
+
+
+def kept():
+    return [keras.Input((8,)), Kept(), layers.Dense(4)]
+
+
 def normalized():
     first = layers.Normalization()
     first.adapt(X)
@@ -60,6 +76,9 @@ CASES = {
     "scaled, remat": (scaled, {"remat": "full"}, {}),
     "scaled, compiled": (lambda: scaled(compiled=True), {}, {}),
     "stateful": (stateful, {}, {}),
+    "kept": (kept, {}, {}),
+    "kept, donated": (kept, {"donate_state": True}, {}),
+    "kept, launches": (kept, {"donate_state": True}, {"steps_per_execution": 4}),
 }
 
 

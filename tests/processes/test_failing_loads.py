@@ -7,7 +7,7 @@ import pytest
 from helpers import loaded
 
 HERE = pathlib.Path(__file__).parent
-launched = loaded(HERE / "test_processes.py", "loading_test_processes").launched
+all_run = loaded(HERE / "test_processes.py", "loading_test_processes").all_run
 UNREADABLE, DAMAGED = "Input/output error", "values that differ from the saved ones"
 # What each case finds: steps, or a part of the error.
 CASES = {
@@ -30,10 +30,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("loading")
-    done = launched(HERE / "failing_loads.py", folder, *CASES, processes=2, devices=1)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return folder
+    return all_run(HERE / "failing_loads.py", tmp_path_factory.mktemp("loading"), CASES, devices=1)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from helpers import loaded
 
 HERE = pathlib.Path(__file__).parent
-launched = loaded(HERE / "test_processes.py", "failing_test_processes").launched
+all_run = loaded(HERE / "test_processes.py", "failing_test_processes").all_run
 # What fails, in one process alone, and the checkpoints that are there at the end.
 CASES = {
     "mkdir, sync": [2, 6, 8],
@@ -22,10 +22,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("failing")
-    done = launched(HERE / "failing_job.py", folder, *CASES, processes=2, devices=1)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return folder
+    return all_run(HERE / "failing_job.py", tmp_path_factory.mktemp("failing"), CASES, devices=1)
 
 
 @pytest.mark.slow

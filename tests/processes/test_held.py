@@ -10,16 +10,13 @@ from helpers import loaded
 import keras_tpu_dist as ktd
 
 HERE = pathlib.Path(__file__).parent
-launched = loaded(HERE / "test_processes.py", "held_test_processes").launched
+all_run = loaded(HERE / "test_processes.py", "held_test_processes").all_run
 held = loaded(HERE / "held.py", "held_models")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("held")
-    done = launched(HERE / "held.py", folder, *held.CASES, processes=2, devices=4)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return folder
+    return all_run(HERE / "held.py", tmp_path_factory.mktemp("held"), held.CASES, devices=4)
 
 
 def on_one_device(**options):

@@ -31,6 +31,13 @@ def launched(script, *arguments, processes, devices, timeout=600):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def all_run(script, folder, cases, devices):
+    """The folder, after two processes have run all cases of a script in it."""
+    done = launched(script, folder, *cases, processes=2, devices=devices)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return folder
+
+
 def compared(tmp_path, cases, processes, devices):
     (tmp_path / "several").mkdir()
     (tmp_path / "one").mkdir()
