@@ -78,6 +78,7 @@ from keras_tpu_dist._keras.inputs import drop_what_is_left as drop_what_is_left
 from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
 from keras_tpu_dist._keras.inputs import epoch_iterator_of_fit as epoch_iterator_of_fit
 from keras_tpu_dist._keras.inputs import is_users_code as is_users_code
+from keras_tpu_dist._keras.inputs import known_of_epoch as known_of_epoch
 from keras_tpu_dist._keras.inputs import orders_ahead as orders_ahead
 from keras_tpu_dist._keras.inputs import set_shuffling_epoch as set_shuffling_epoch
 from keras_tpu_dist._keras.inputs import shuffling_epoch as shuffling_epoch

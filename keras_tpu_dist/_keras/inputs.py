@@ -1,5 +1,6 @@
 """The seam to Keras's input: who splits a dataset, and how many steps an epoch has."""
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -141,6 +142,23 @@ def ends_ragged(data_adapter: Any) -> bool:
         return bool(data_adapter.has_partial_batch)
     except NotImplementedError:
         return False  # a PyDataset, for which it is not known
+
+
+def known_of_epoch(epoch_iterator: EpochIterator) -> dict[str, int]:
+    """What is known of the epochs of an input: its `"steps"`, the `"batches"` of the input, with
+    their `"rows"`, and the rows of the `"last"` one.
+
+    Args:
+        epoch_iterator: Keras's iterator over an epoch.
+    """
+    adapter, found = epoch_iterator.data_adapter, {}
+    batches = adapter.num_batches
+    with contextlib.suppress(NotImplementedError):  # a PyDataset, whose rows are not known
+        found["rows"] = getattr(adapter, "batch_size", None)
+        whole = adapter.has_partial_batch is False
+        found["last"] = found["rows"] if whole else getattr(adapter, "partial_batch_size", None)
+    known = {"steps": epoch_iterator.steps_per_epoch or batches, "batches": batches, **found}
+    return {name: int(number) for name, number in known.items() if number}
 
 
 def is_users_code(data_adapter: Any) -> bool:

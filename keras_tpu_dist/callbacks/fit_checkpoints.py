@@ -312,7 +312,12 @@ class FitCheckpoints:
         reached = training.get("reached")
         stopped = (training["stopped"] and not training["done"]) or reached is not None
         stopped &= not goes_beyond(fit.callbacks, reached)
-        resumed = self.begin_after(training["epoch"], training["done"])
+        position, done = own_position(training["positions"]), training["done"]
+        iterator = _keras.epoch_iterator_of_fit()
+        if done and position is not None and iterator is not None:
+            position = position.in_epoch(_keras.known_of_epoch(iterator))
+            done = position.done
+        resumed = self.begin_after(training["epoch"], done)
         if stopped:
             resumed.history_at_end = training.get("history_at_end")
             resumed.epoch = fit.epochs
@@ -322,9 +327,9 @@ class FitCheckpoints:
         values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
         resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
-        resumed.position = own_position(training["positions"])
-        if resumed.position is not None:
-            shuffle_from(resumed.position, place.epoch)
+        resumed.position = position
+        if position is not None:
+            shuffle_from(position, place.epoch)
         if fit.control is not None:
             fit.control.begin_at = resumed.position
         self.tiers.run = training.get("run", self.tiers.run)

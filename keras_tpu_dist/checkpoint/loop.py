@@ -236,13 +236,18 @@ class LoopCheckpoint:
     def _load(self, tier: Store | LocalTier, step: int) -> dict[str, Any]:
         manifest = agreed_manifest(tier, step)
         numbers, positions = _noted(manifest, step, tier.directory)
+        places = []
+        for i, _ in enumerate(self._parts.datasets):
+            here = [own[i] if i < len(own) else None for own in positions]
+            places.append(own_position(here) if here else None)
+        for dataset, place in zip(self._parts.datasets, places, strict=True):
+            dataset.check_goes_to(place)
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()
         assign_saved(tier, step, self._parts.chosen(manifest, step))
         _keras.set_global_seed(manifest.training.get("global_seed"))
-        for i, dataset in enumerate(self._parts.datasets):
-            here = [own[i] if i < len(own) else None for own in positions]
-            dataset.begin_at(own_position(here) if here else None)
+        for dataset, place in zip(self._parts.datasets, places, strict=True):
+            dataset.begin_at(place)
         run = manifest.training.get("run")
         self._tiers.run = run if isinstance(run, str) else ""
         return {"step": step, **numbers}
@@ -299,8 +304,7 @@ class _Parts:
         return [v for pairs in self.state().values() for _, v in pairs]
 
     def positions(self) -> list:
-        found = [dataset.position() for dataset in self.datasets]
-        return [None if item is None else item.to_dict() for item in found]
+        return [dataset.position().to_dict() for dataset in self.datasets]
 
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, with their entries. See `names.named_state`."""

@@ -70,6 +70,7 @@ class DeviceIterator:
         data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
         chosen_steps: The steps of a launch if they were chosen automatically, without regard to the
             memory for its batches; or `None`.
+        epoch: What is known of an epoch. See `InputPosition`.
 
     Attributes:
         clock: As given.
@@ -90,10 +91,11 @@ class DeviceIterator:
         source_batches: int | None = None,
         data_adapter: Any = None,
         chosen_steps: int | None = None,
+        epoch: dict[str, int] | None = None,
     ):
         self._batches = iter(batches)
         self.clock = clock or InputClock()
-        self.progress = Progress(self._batches, data_adapter)
+        self.progress = Progress(self._batches, data_adapter, epoch)
         self.chosen_steps = chosen_steps
         self.copies = False
         self._num_batches = num_batches
@@ -211,29 +213,30 @@ class DeviceIterator:
             stacked, _ = self._ahead.popleft()
             self._ahead.extendleft((batch, 1) for batch in reversed(list(split(stacked))))
 
-    def skip(self, batches: int) -> None:
-        """Reads batches and drops them; fewer if the input ends before.
+    def skip(self, batches: int) -> int:
+        """Reads batches and drops them.
 
         Args:
             batches: How many batches to read and drop.
 
-        Raises:
-            StopIteration: If the input has already ended.
+        Returns:
+            How many there were: fewer if the input ends before.
         """
         for number in range(batches):
-            try:
-                if self._passed:
-                    self._passed -= 1
-                else:
+            if self._passed:
+                self._passed -= 1
+            elif self._ended:
+                return number
+            else:
+                try:
                     self._read()
-                    self.progress.follow(1)
-            except StopIteration:
-                if not number:
-                    raise
-                self._ended = True
-                return
+                except StopIteration:
+                    self._ended = True
+                    return number
+                self.progress.follow(1)
             self._num_read += 1
             self.progress.made += 1
+        return batches
 
     def begin_at(self, position: InputPosition) -> None:
         """Goes to a position, before the first batch is read.

@@ -5,8 +5,8 @@ import json
 import logging
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,8 @@ class InputPosition:
         start_epoch: The epoch by which Keras 3.16 shuffled the current rows, as its data adapter
             counts epochs; `None` without shuffling, and with Keras 3.15.
         now_epoch: The epoch by which it shuffles them the next time.
+        epoch: What is known of the running epoch: its `"steps"`, and the `"batches"` of the input,
+            with their `"rows"`, and the rows of the `"last"` one.
     """
 
     start: dict[str, Any]
@@ -43,6 +45,7 @@ class InputPosition:
     state: Any = None
     start_epoch: int | None = None
     now_epoch: int | None = None
+    epoch: dict[str, int] | None = None
 
     def begins(self, steps_per_epoch: int | None, source_batches: int | None) -> bool:
         """Whether the next batch is the first of the input.
@@ -55,6 +58,29 @@ class InputPosition:
             return self.made >= source_batches
         return not (steps_per_epoch or self.done)
 
+    def in_epoch(self, epoch: Mapping[str, int]) -> "InputPosition":
+        """The position to go on from in an input that may have other batches, or fewer.
+
+        Batches of another size are not those that were used. So the epoch begins anew, and the log
+        says so, unless only its end is left. `steps_per_epoch` batches of an unchanged input may
+        end an epoch earlier than before; then it begins anew with the next batch of the input.
+
+        Args:
+            epoch: See the attribute, for the input now.
+        """
+        saved, steps = self.epoch or {}, epoch.get("steps", self.done)
+        names = ("batches", "rows", "last")
+        same = all(saved[n] == epoch[n] for n in names if n in saved and n in epoch)
+        if not self.done or (same and self.done <= steps):
+            return self
+        whole = self.done == saved.get("steps")
+        if not whole:
+            say_begins_anew(self, epoch)
+        done = steps if whole else 0
+        if same:
+            return replace(self, done=done)
+        return replace(self, done=done, made=done, state=None)
+
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name; plain data."""
         return asdict(self)
@@ -66,14 +92,17 @@ class Progress:
     Args:
         batches: The iterator over the input, which may have a position of its own.
         data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
+        epoch: See `InputPosition.epoch`.
 
     Attributes:
         made: How many batches were handed out for training.
         follows: Whether more than a count must be recorded for a batch.
+        epoch: As given.
     """
 
-    def __init__(self, batches: Any, data_adapter: Any = None):
+    def __init__(self, batches: Any, data_adapter: Any = None, epoch: dict[str, int] | None = None):
         self.made = 0
+        self.epoch = epoch
         self._batches, self._data_adapter = batches, data_adapter
         # The random numbers before the first batch was read.
         self._start: dict[str, Any] | None = None
@@ -163,6 +192,7 @@ class Progress:
             state=self._state,
             start_epoch=self._start_epoch,
             now_epoch=epoch,
+            epoch=self.epoch,
         )
 
 
@@ -175,7 +205,11 @@ def is_position(data: Any) -> bool:
     names = {field.name for field in fields(InputPosition)}
     epochs = {"start_epoch", "now_epoch"}
     # Checkpoints of version 0.2 and before have no epochs.
-    if not isinstance(data, dict) or not names - {"state"} - epochs <= set(data) <= names:
+    optional = {"state", "epoch", *epochs}
+    if not isinstance(data, dict) or not names - optional <= set(data) <= names:
+        return False
+    epoch = data.get("epoch") or {}
+    if not isinstance(epoch, dict) or not all(map(_is_count, epoch.values())):
         return False
     return (
         all(_is_count(data[name]) for name in ("made", "done"))
@@ -259,6 +293,40 @@ def set_random_numbers(state: dict[str, Any]) -> None:
     np.random.set_state((name, _words(keys), *rest))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in _words(words)), gauss))
+
+
+def position_before_first(epoch: dict[str, int] | None = None) -> InputPosition:
+    """The position before the first batch of an input.
+
+    Args:
+        epoch: See `InputPosition`.
+    """
+    now = random_numbers()
+    return InputPosition(now, now, 0, 0, epoch=epoch)
+
+
+def say_begins_anew(position: InputPosition, epoch: Mapping[str, int]) -> None:
+    """Logs that an epoch has other batches than those with which it was begun.
+
+    Args:
+        position: Where training stopped.
+        epoch: The epoch now. See `InputPosition`.
+    """
+    logger.warning(
+        "the epoch cannot be continued as it was begun: the checkpoint was saved after %d batches "
+        "of %s, and now there are %s. The epoch begins anew, so some rows train twice in it. To "
+        "resume exactly, give the same data in batches of the same size",
+        position.done,
+        _epoch_text(position.epoch or {}),
+        _epoch_text(epoch),
+    )
+
+
+def _epoch_text(epoch: Mapping[str, int]) -> str:
+    number = epoch.get("steps", epoch.get("batches"))
+    rows = f" of {epoch['rows']} rows" if "rows" in epoch else ""
+    last = f" (the last of {epoch['last']})" if epoch.get("last") != epoch.get("rows") else ""
+    return f"{'an unknown number' if number is None else number} an epoch{rows}{last}"
 
 
 def position_between_epochs() -> InputPosition:

@@ -1,7 +1,10 @@
 """Datasets and values, distributed over replicas for `strategy.run`."""
 
 import functools
+import inspect
 import itertools
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +15,19 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import check_callable, check_counts, is_count, known_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, Slot
 from keras_tpu_dist.input.host_arrays import copied, padded
 from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.input.own_input import OwnInput, ShardBatch
-from keras_tpu_dist.input.position import InputPosition
+from keras_tpu_dist.input.position import (
+    InputPosition,
+    position_before_first,
+    say_begins_anew,
+    set_random_numbers,
+)
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.run_options import RunOptions, check_no_rows, pad_host
@@ -33,6 +42,8 @@ from keras_tpu_dist.replica.values import (
     stack_structures,
 )
 from keras_tpu_dist.training.protocol import Strategy, StrategyPart
+
+logger = logging.getLogger("keras_tpu_dist")
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,8 @@ class DistributedDataset(TensorFlowNames):
         prefetch: The number of batches to transfer ahead.
         length: The number of batches, if known.
         place_many: Transfers several host batches, stacked; returns `None` if their shapes differ.
+        batch_size: The rows of a batch, if the source is arrays.
+        reads_once: Whether `batches` returns the same iterator each time, such as a generator.
 
     Example:
 
@@ -137,51 +150,145 @@ class DistributedDataset(TensorFlowNames):
         prefetch: int,
         length: int | None = None,
         place_many: Callable[[list], Any] = lambda batches: None,
+        batch_size: int | None = None,
+        reads_once: bool = False,
     ):
         self._batches = batches
         self._place = place
         self._place_many = place_many
         self._prefetch = prefetch
         self._length = length
-        self._running: DeviceIterator | None = None
-        self._begin_at: InputPosition | None = None
+        self._batch_size = batch_size
+        self._reads_once = reads_once
+        # What was read of a source that can only be read once: all iterations share it.
+        self._once: DeviceIterator | None = None
+        # Iterations that were begun and have not ended, in the order in which they were begun, with
+        # what they read. Those that were left have no object any more.
+        self._iterations: list[tuple[weakref.ref, DeviceIterator]] = []
+        # A position that `begin_at` asked for, and the iteration that goes there; once that one has
+        # been left, the next one that is begun does.
+        self._moved: tuple[InputPosition | None, Callable[[], Any]] | None = None
         self._keeps_position = False
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
 
-    def _begun(self) -> DeviceIterator:
-        """Starts a new iteration over the source, which becomes the running one."""
-        ahead = DeviceIterator(self._batches(), self._prefetch)
-        if self._keeps_position:
-            ahead.progress.keep_states()
-        if self._begin_at is not None:
-            position, self._begin_at = self._begin_at, None
-            ahead.begin_at(position)
-            if position.made:
-                ahead.skip(position.made)
-        self._running = ahead
+    def _begun(self, iterator: "DistributedIterator") -> DeviceIterator:
+        """Starts an iteration over the source."""
+        self._iterations = [each for each in self._iterations if each[0]() is not None]
+        position = None
+        if self._moved is not None and self._moved[1]() in (None, iterator):
+            position, self._moved = self._moved[0], None
+        ahead = self._once
+        if ahead is None:
+            ahead = DeviceIterator(self._batches(), self._prefetch)
+            if self._keeps_position:
+                ahead.progress.keep_states()
+            if position is not None:
+                ahead.begin_at(position)
+                skipped = ahead.skip(position.made)
+                if skipped < position.made and not self._reads_once:
+                    say_begins_anew(position, {"batches": skipped})
+                    return self._begun(iterator)
+                if skipped < position.made:
+                    logger.warning(
+                        "nothing is left to train on: the checkpoint was saved after %d batches of "
+                        "a generator, which has only %d now",
+                        position.made,
+                        skipped,
+                    )
+        elif position is not None:
+            # Some of it was read in this process, and some may be on the devices already.
+            while ahead.progress.made < position.made:
+                ahead.split_ahead(1, in_single_steps)
+                if ahead.take(1, self._place) is None:
+                    break
+        if self._reads_once:
+            self._once = ahead
+        self._iterations.append((weakref.ref(iterator), ahead))
         return ahead
+
+    def _ended(self, iterator: "DistributedIterator") -> None:
+        """Notes that an iteration has come to the end of the source."""
+        self._iterations = [each for each in self._iterations if each[0]() is not iterator]
 
     def keep_position(self) -> None:
         """Lets iterations record their position in the source; `LoopCheckpoint` calls it."""
         self._keeps_position = True
 
-    def position(self) -> InputPosition | None:
-        """The position of the running iteration, or `None` between two; `LoopCheckpoint` calls
-        it."""
-        if self._running is None:
-            return None
-        progress = self._running.progress
-        return progress.position(progress.made)
+    def position(self) -> InputPosition:
+        """The position of training in the source; `LoopCheckpoint` calls it.
+
+        If a second pass was begun within another one, such as an evaluation, it is that of the
+        outer one.
+        """
+        if self._moved is not None:
+            return self._moved[0] or position_before_first(self._epoch)
+        ahead = self._once or (self._iterations[0][1] if self._iterations else None)
+        if ahead is None:
+            return position_before_first(self._epoch)
+        if self._once is None and len(self._living) > 1:
+            log_once(
+                "several iterations over one distributed dataset are under way: the first that was "
+                "begun is taken for that of training. If it is not, drop its iterator (`del it`) "
+                "before you save or restore",
+                logging.WARNING,
+            )
+        progress = ahead.progress
+        return replace(progress.position(progress.made), epoch=self._epoch)
+
+    def check_goes_to(self, position: InputPosition | None) -> None:
+        """Raises a `ValueError` if the source cannot be read from a position.
+
+        Args:
+            position: See `begin_at`.
+        """
+        made = 0 if self._once is None else self._once.progress.made
+        wanted = 0 if position is None else position.made
+        if wanted < made:
+            raise ValueError(
+                message(
+                    "A generator cannot go back to the position of a checkpoint.",
+                    received=f"a dataset over an iterator, of which {made} batches were used, and "
+                    f"a checkpoint after {wanted}.",
+                    fix="Distribute batches that can be read again (arrays, a list, a "
+                    "keras.utils.PyDataset, a tf.data.Dataset), or leave the dataset out of "
+                    "LoopCheckpoint, to go on with the generator's next batch.",
+                )
+            )
 
     def begin_at(self, position: InputPosition | None) -> None:
-        """Starts the next iteration at a position; `LoopCheckpoint` calls it.
+        """Moves training to a position in the source; `LoopCheckpoint` calls it.
+
+        An iteration that is under way goes on from there; if there is none, the next one begins
+        there.
 
         Args:
             position: A result of `position`, maybe from another process.
         """
-        self._begin_at = position
+        if position is not None:
+            position = position.in_epoch(self._epoch)
+            if not position.made:
+                # Now, not with the first batch: code before it may draw numbers too.
+                set_random_numbers(position.now)
+                position = None
+        living = self._living
+        # The other ones, such as an evaluation around this call, go on where they are.
+        self._iterations = [each for each in self._iterations if each[0]() in living[1:]]
+        self._moved = position, lambda: None
+        if living:
+            self._moved = position, weakref.ref(living[0])
+            living[0]._ahead = None
+
+    @property
+    def _living(self) -> list["DistributedIterator"]:
+        """The iterations that were begun, and were neither left nor have ended."""
+        return [iterator for each, _ in self._iterations if (iterator := each()) is not None]
+
+    @property
+    def _epoch(self) -> dict[str, int]:
+        found = {"steps": self._length, "batches": self._length, "rows": self._batch_size}
+        return {name: number for name, number in found.items() if number is not None}
 
     def __len__(self) -> int:
         if self._length is None:
@@ -230,12 +337,12 @@ class DistributedIterator(TensorFlowNames):
         """
         if self._ahead is None:
             # Not earlier: a checkpoint may be restored in the meantime.
-            self._ahead = self._dataset._begun()
+            self._ahead = self._dataset._begun(self)
         self._ahead.copies = steps > 1
         self._ahead.split_ahead(steps if alike else 1, in_single_steps)
         launch = self._ahead.take(steps, self._dataset._place, self._several(steps, alike))
-        if launch is None and self._dataset._running is self._ahead:
-            self._dataset._running = None
+        if launch is None:
+            self._dataset._ended(self)
         return launch
 
     def read_ahead(self, steps: int, alike: bool = True) -> None:
@@ -336,6 +443,8 @@ class DistributedInput(StrategyPart):
             self.runner.prefetch,
             agreed_length(length, own),
             lambda several: self._place_many_global(several, options),
+            batch_size,
+            reads_once(dataset),
         )
 
     @known_words
@@ -359,8 +468,6 @@ class DistributedInput(StrategyPart):
 
         Returns:
             A `DistributedDataset`.
-        Returns:
-            A `DistributedDataset`.
         """
         check_callable("distribute_datasets_from_function", dataset_fn=dataset_fn)
         check_attached(self, "distribute_datasets_from_function")
@@ -371,7 +478,8 @@ class DistributedInput(StrategyPart):
             context = InputContext(shard.count, shard.index, number)
             # Here, every replica has its own arrays without a batch axis.
             own = OwnInput(own.shards, self.placer.axes, alike=False)
-        batches, length = batches_of(dataset_fn(context), None, self.placer)
+        dataset = dataset_fn(context)
+        batches, length = batches_of(dataset, None, self.placer)
         each = number // context.num_input_pipelines
         together = in_step(batches, self.placer, own)
         return DistributedDataset(
@@ -380,6 +488,7 @@ class DistributedInput(StrategyPart):
             self.runner.prefetch,
             agreed_length(None if length is None else -(-length // each), own),
             lambda several: place_parts_of_steps(several, self),
+            reads_once=reads_once(dataset),
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -600,6 +709,17 @@ def batches_of(
     if hasattr(dataset, "as_numpy_iterator"):
         return lambda: iter(dataset.as_numpy_iterator()), length
     return lambda: iter(dataset), length
+
+
+def reads_once(dataset: Any) -> bool:
+    """Whether a dataset is a generator or another of Python's own iterators: they never begin anew.
+
+    An `__iter__` in Python may let an iterator begin again.
+
+    Args:
+        dataset: An iterable of batches.
+    """
+    return isinstance(dataset, Iterator) and not inspect.isfunction(type(dataset).__iter__)
 
 
 def _is_arrays(dataset) -> bool:

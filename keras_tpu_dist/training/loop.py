@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.running import after_other_launch
 from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
+
+logger = logging.getLogger("keras_tpu_dist")
 
 
 class StepLoop:
@@ -325,7 +328,14 @@ class Training(StepLoop):
     def _skip(self, iterator: DeviceIterator) -> int:
         """How many steps of this call ran before training was interrupted."""
         skipped = self._fit.skip(iterator.chosen_steps or self._trainer.steps_per_execution)
-        iterator.skip(skipped)
+        if iterator.skip(skipped) < skipped:
+            # Of an input whose length is known, the epoch would have begun anew.
+            logger.warning(
+                "the epoch ends without further steps: the input has only %d batches now, and the "
+                "checkpoint was saved after more",
+                iterator.progress.made,
+            )
+            self._fit.batches_to_skip, self._fit.made_before = 0, False
         if self._fit.stops_before_more:
             self._trainer.stop_training = True
         return skipped

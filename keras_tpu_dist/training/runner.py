@@ -296,6 +296,7 @@ class Runner:
             source_batches=epoch_iterator.data_adapter.num_batches,
             data_adapter=epoch_iterator.data_adapter,
             chosen_steps=None if call is None else call.auto_steps.of(call.model),
+            epoch=_keras.known_of_epoch(epoch_iterator),
         )
 
     def host_batch(self, data: Any) -> Any:

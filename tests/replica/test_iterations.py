@@ -1,0 +1,172 @@
+"""Where iterations over distributed datasets are, and where a restore moves them."""
+
+import logging
+import pathlib
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers import loaded
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.common import once
+
+pytest.importorskip("orbax.checkpoint")
+iterations = loaded(pathlib.Path(__file__).with_name("iterations.py"), "iterations")
+ROWS, BATCH = 52, 13
+
+
+@pytest.fixture
+def loop(tmp_path):
+    """A dataset of four batches of 13 rows, and its checkpoints."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+    dataset = strategy.distribute_dataset(np.arange(float(ROWS)), batch_size=BATCH)
+    with ktd.LoopCheckpoint(tmp_path / "loop", variable, dataset) as saved:
+        yield dataset, saved
+
+
+def number(batch):
+    return int(np.asarray(batch.values[0])[0]) // BATCH
+
+
+def test_a_running_iteration_goes_on_from_the_restored_position(loop):
+    dataset, saved = loop
+    seen, restored = [], False
+    for batch in dataset:
+        seen.append(number(batch))
+        if len(seen) == 2:
+            saved.save(2)
+        if len(seen) == 3 and not restored:
+            restored = True
+            assert saved.restore() == {"step": 2}
+    # The third batch again, and the next epoch begins with the first one.
+    assert seen == [0, 1, 2, 2, 3]
+    assert [number(batch) for batch in dataset] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_iterator_of_ones_own_moves_too(loop, left):
+    dataset, saved = loop
+    iterator = iter(dataset)
+    next(iterator)
+    saved.save(1)
+    next(iterator)
+    saved.restore()
+    if left:
+        iterator = iter(dataset)
+    assert [number(batch) for batch in iterator] == [1, 2, 3]
+    assert next(iterator, None) is None
+
+
+def test_back_to_the_start_of_an_epoch_within_it(loop):
+    dataset, saved = loop
+    saved.save(0)
+    seen = []
+    for batch in dataset:
+        seen.append(number(batch))
+        if len(seen) == 3:
+            saved.restore()
+    assert seen == [0, 1, 2, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["behind", "within", "left"])
+def test_a_second_pass_within_an_epoch_does_not_move_training(loop, where, caplog):
+    dataset, saved = loop
+    once.forget()
+    for i, _ in enumerate(dataset):
+        if i == 1:
+            for j, _ in enumerate(dataset):
+                if where == "within" and j == 2:
+                    saved.save(2)
+                if where == "left" and j == 0:
+                    break
+            if where != "within":
+                saved.save(2)
+            break
+    assert ("several iterations" in caplog.text) == (where == "within")
+    saved.restore()
+    assert [number(batch) for batch in dataset] == [2, 3]
+
+
+def test_launches_of_several_steps_move_too(tmp_path):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        total = keras.metrics.Sum()
+    dataset = strategy.distribute_dataset(np.arange(32.0), batch_size=8)
+
+    def step(x):
+        total.update_state(x)
+
+    with ktd.LoopCheckpoint(tmp_path, total, dataset) as saved:
+        iterator = iter(dataset)
+        strategy.run(step, (iterator,), steps=2)
+        saved.save(2)
+        strategy.run(step, (iterator,), steps=1)
+        saved.restore()
+        strategy.run(step, (iterator,), steps=4)
+        with pytest.raises(StopIteration):
+            strategy.run(step, (iterator,), steps=4)
+    assert float(total.result()) == np.arange(32).sum()
+
+
+def test_a_generator_cannot_go_back_and_nothing_changes(tmp_path):
+    strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+
+    def made():
+        dataset = strategy.distribute_dataset(np.full((2,), i) for i in range(9))
+        return dataset, ktd.LoopCheckpoint(tmp_path, variable, dataset)
+
+    dataset, saved = made()
+    for _ in zip(range(3), dataset, strict=False):
+        pass
+    # A loop that begins again goes on with the generator's next batch, transferred ahead or not.
+    assert int(np.asarray(next(iter(dataset)).values[0])[0]) == 3
+    saved.save(4)
+    next(iter(dataset))
+    variable.assign(7.0)
+    with pytest.raises(
+        ValueError, match=r"A generator cannot go back.*5 batches were used, and a "
+    ):
+        saved.restore()
+    assert float(variable) == 7
+    saved.close()
+    dataset, saved = made()
+    with saved:
+        next(iter(dataset))
+        saved.restore()
+        assert [int(np.asarray(batch.values[0])[0]) for batch in dataset] == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_an_epoch_of_other_batches_begins_anew(sized, tmp_path, caplog):
+    strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+
+    def made(batches):
+        rows = [np.full((2,), i) for i in range(batches)]
+        dataset = strategy.distribute_dataset(rows if sized else iterations.Unsized(rows))
+        return dataset, ktd.LoopCheckpoint(tmp_path, variable, dataset)
+
+    dataset, saved = made(8)
+    for _ in zip(range(5), dataset, strict=False):
+        pass
+    saved.save(5)
+    saved.close()
+    dataset, saved = made(3)
+    with saved, caplog.at_level(logging.WARNING):
+        saved.restore()
+        assert [len(list(dataset)) for _ in range(2)] == [3, 3]
+    assert caplog.text.count("The epoch begins anew") == 1
+    assert "after 5 batches" in caplog.text
+
+
+def test_random_programs_equal_a_model_of_lists(capsys):
+    """`python tests/replica/iterations.py` runs 200."""
+    assert iterations.main(["--count", "3", "--seed", "1000"]) == 0
+    assert "3 programs, 0 wrong" in capsys.readouterr().out
