@@ -1,5 +1,6 @@
 """Replaces Keras's recurrent layers, and mixtures of experts, by faster ones."""
 
+import tempfile
 import warnings
 from typing import Any
 
@@ -27,12 +28,12 @@ def convert(model):
     Layers that compute every expert for every token, and weight the results by `top_k`, then
     compute the chosen experts only. This works for layers of any class.
 
-    The clone has the weights and random states of the model, what trains of it, LoRA, and its
-    compiled optimizer with slots, loss and metrics. It keeps the names of layers if Keras keeps
-    them in a config (functional and Sequential models, at any depth), and the marks of `split`,
-    `replicate`, `assign`, `remat` and `scan_blocks`. A subclassed model needs a `get_config` that
-    can rebuild it. The original is not changed. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's
-    layers are not replaced.
+    The clone has the weights and random states of the model, what `adapt` found, what trains of it,
+    quantization, LoRA, and its compiled optimizer with slots, loss and metrics. It keeps the names
+    of layers if Keras keeps them in a config (functional and Sequential models, at any depth), and
+    the marks of `split`, `replicate`, `assign`, `remat` and `scan_blocks`. A subclassed model needs
+    a `get_config` that can rebuild it. The original is not changed. `RNN(cell)`, `ConvLSTM` and
+    subclasses of Keras's layers are not replaced.
 
     Args:
         model: A built `keras.Model`.
@@ -69,6 +70,7 @@ def convert(model):
     if not clone.built:
         clone.build_from_config(build)
     _repeat_changes(model, clone)
+    _copy_beside_variables(model, clone)
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
     _copy_what_is_written(model, clone)
@@ -102,9 +104,13 @@ def _make_again(model):
 
 def _repeat_changes(model, clone):
     """Repeats what was done to layers since they were made, which no config of a layer that holds
-    them knows: LoRA, and what trains.
+    them knows: quantization, LoRA, and what trains.
     """
     pairs = list(zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)))
+    for before, after in pairs:
+        mode = getattr(before, "quantization_mode", None)
+        if mode and not getattr(after, "quantization_mode", mode):
+            after.quantize(mode, config=before.quantization_config)
     for before, after in pairs:
         if getattr(before, "lora_enabled", False) and not getattr(after, "lora_enabled", True):
             after.enable_lora(before.lora_rank, lora_alpha=before.lora_alpha)
@@ -172,6 +178,24 @@ def _copy(sources, targets, model):
         # A train step donates its model's arrays; if they were shared, the other model would lose
         # them.
         target.assign(jnp.copy(source.value))
+
+
+def _copy_beside_variables(model, clone):
+    """Copies what layers hold beside variables: what `adapt` found, vocabularies, a user's own.
+
+    It goes through the layers' own methods for files, with variables and then assets, as Keras's
+    files do.
+    """
+    for before, after in zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)):
+        of_keras = type(before).load_own_variables.__module__.split(".")[0] == "keras"
+        if not of_keras or hasattr(before, "finalize_state"):
+            store = {}
+            before.save_own_variables(store)
+            after.load_own_variables(store)
+        if hasattr(before, "save_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                before.save_assets(folder)
+                after.load_assets(folder)
 
 
 def _copy_what_is_written(model, clone):

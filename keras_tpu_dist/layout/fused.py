@@ -74,20 +74,21 @@ class Fused:
         weights = [weight for weight, _ in self.views()]
         own = set(map(id, weights))
         others = [each for each in self.product.operands if id(_root(each)) not in own]
-        computed: list[Any] = []
+        # By the calls of `jax.checkpoint` that the ends are in.
+        computed: dict[tuple[Equation, ...], Any] = {}
 
-        def features(arrays: list[Any]) -> Any:
-            if not computed:
+        def features(end: Equation, arrays: list[Any]) -> Any:
+            if end.within not in computed:
                 values = dict(zip(map(id, (*others, *weights)), arrays, strict=True))
                 result = self._product(values, laid, ways)
                 if self.bias is not None:
                     bias = values[id(self.bias)].reshape(self.factors)
                     result = result + laid(self.bias, bias).astype(made)
-                computed.append(result)
-            return computed[0]
+                computed[end.within] = result
+            return computed[end.within]
 
         def instead(end: Equation) -> Instead:
-            return Instead([*others, *weights], lambda arrays: _ended(end, features(arrays)))
+            return Instead([*others, *weights], lambda arrays: _ended(end, features(end, arrays)))
 
         return {end: instead(end) for end in self.ends}
 

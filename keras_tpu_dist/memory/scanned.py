@@ -13,10 +13,8 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.memory.policies import keeps_what_is_dear
 from keras_tpu_dist.memory.runs import Block, Run, is_block
 from keras_tpu_dist.partitioner.places import mesh_here
-from keras_tpu_dist.trace.jaxprs import any_equation, inner_jaxprs, opened
-
-# Calls whose operands are the inputs of the program in the parameter "jaxpr".
-_CALLS = {"checkpoint", "remat", "remat2", "jit", "pjit"}
+from keras_tpu_dist.trace.calls import is_recomputed, program_of
+from keras_tpu_dist.trace.jaxprs import any_equation, inner_jaxprs, opened, with_inner_jaxprs
 
 
 def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:
@@ -52,13 +50,10 @@ def _made_of(jaxpr: Any, variable: Any) -> Any:
 
 
 def _use(equation: Any, position: int) -> Any:
-    name = equation.primitive.name
-    if name == "convert_element_type":
+    if equation.primitive.name == "convert_element_type":
         return equation.params["new_dtype"]
-    if name in _CALLS:
-        inner = equation.params["jaxpr"]
-        return _made_of(inner, opened(inner).invars[position])
-    return None
+    called = program_of(equation)
+    return None if called is None else _made_of(called.jaxpr, called.jaxpr.invars[position])
 
 
 def _is_float(dtype: Any) -> bool:
@@ -86,8 +81,7 @@ def _with_inputs(jaxpr: Any, dtypes: dict[int, Any]) -> Any:
             continue
         equation = equation.replace(invars=atoms)
         if taken:
-            inner = _with_inputs(equation.params["jaxpr"], taken)
-            equation = equation.replace(params={**equation.params, "jaxpr": inner})
+            equation = with_inner_jaxprs(equation, lambda j, taken=taken: _with_inputs(j, taken))
         equations.append(equation)
     outputs = [_renamed(atom, renamed) for atom in program.outvars]
     edited = program.replace(invars=inputs, outvars=outputs, eqns=equations)
@@ -212,11 +206,9 @@ def _parted(program: Any) -> Iterator[list]:
 
 
 def _has_policy(equation: Any) -> bool:
-    return _is_again(equation) or any(any_equation(j, _is_again) for j in inner_jaxprs(equation))
-
-
-def _is_again(equation: Any) -> bool:
-    return "prevent_cse" in equation.params
+    if is_recomputed(equation):
+        return True
+    return any(any_equation(each, is_recomputed) for each in inner_jaxprs(equation))
 
 
 def _part(program: Any, equations: list, layouts: Mapping) -> Step:
@@ -227,7 +219,7 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
     others = [each for each in program.eqns if id(each) not in mine]
     used = {*_variables(others), *(v for v in program.outvars if not isinstance(v, core.Literal))}
     outputs = [variable for variable in made if variable in used]
-    again = _is_again(equations[0])
+    again = is_recomputed(equations[0])
     if again:
         call, outputs = _inner(equations[0], inputs), equations[0].outvars
     else:

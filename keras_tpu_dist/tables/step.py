@@ -198,7 +198,7 @@ class _Step:
 
     def __call__(self, state: Any, data: Any) -> Any:
         jaxpr, shapes = jax.make_jaxpr(self._step, return_shape=True)(state, data)
-        graph, inputs = graph_of(jaxpr), jax.tree.leaves((state, data))
+        graph, inputs = graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data))
         count, outputs = len(jax.tree.leaves(state)), {}
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
             first = len(graph.outputs) - count

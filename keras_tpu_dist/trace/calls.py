@@ -61,6 +61,34 @@ def calls(equation: Any) -> list[Called]:
     return _RULES.get(name, _of_all)(equation, jaxprs) if jaxprs else []
 
 
+def program_of(equation: Any) -> Called | None:
+    """The program that an equation does nothing but run, once, on all its operands.
+
+    Such a program can be read, and edited, in the place of the equation: the one list of what a
+    call is. A program with rules of its own, for gradients or batches, cannot: JAX names these
+    calls `custom_...`. Nor can one for a device of several.
+
+    Args:
+        equation: The equation.
+    """
+    name = equation.primitive.name
+    found = calls(equation)
+    if len(found) != 1 or name == "shard_map" or name.startswith("custom_"):
+        return None
+    (program,) = found
+    whole = len(program.operands) == len(equation.invars)
+    return program if program.kind == "call" and whole else None
+
+
+def is_recomputed(equation: Any) -> bool:
+    """Whether an equation is a call of `jax.checkpoint`.
+
+    Args:
+        equation: The equation.
+    """
+    return "prevent_cse" in equation.params
+
+
 def rank(atom: Any) -> int:
     """The number of dimensions of a value; none for tokens and references without a shape.
 

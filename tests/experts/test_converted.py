@@ -210,6 +210,24 @@ def test_files_keep_it_and_load_without_it(kind, tmp_path, rows_computed):
     assert_close(plain.predict(x, verbose=0), expected)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_what_is_recomputed_is_converted_and_stays_recomputed(inner, rows_computed):
+    def build():
+        model = random_weights(hub.model_of("mixtral", layers=1))
+        ktd.remat(model, {"mixture_0/experts" if inner else "mixture_0": "full"})
+        return ktd.convert(model)
+
+    model = built(build, ktd.TPUStrategy(*MESHES["data4_model2"][:2]))
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        checkpoint = jax.checkpoint
+        patch.setattr(jax, "checkpoint", lambda *a, **k: calls.append(1) or checkpoint(*a, **k))
+        found = trained(model, rows=(13,))
+    assert_close(found, trained(stock("mixtral", layers=1), rows=(13,)))
+    assert rows_computed
+    assert calls
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", but_for(["remat", "scan"], "scan"))
 def test_beside_other_marks(how, rows_computed):

@@ -50,6 +50,12 @@ def single(block):
     block.query.kernel.trainable = False
 
 
+def quantized(block):
+    block.out.quantize("int8")
+    block.query.enable_lora(2)
+    block.query.quantize("int4")
+
+
 def check(change):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(13, STEPS, FEATURES)), rng.normal(size=(13, STEPS, 1))
@@ -80,3 +86,44 @@ def test_lora_is_enabled_in_the_converted_model():
 def test_what_is_frozen_stays_frozen():
     check(frozen)
     check(single)
+
+
+def test_quantized_layers_are_quantized_in_the_converted_model():
+    block = check(quantized).layers[0]
+    assert (block.query.quantization_mode, block.out.quantization_mode) == ("int4", "int8")
+    assert block.query.lora_enabled
+
+
+@keras.saving.register_keras_serializable("tests_convert_changes")
+class Counting(keras.layers.Layer):
+    """A layer with a state that is no variable, and methods that save it."""
+
+    factor = 1.0
+
+    def call(self, x):
+        return x * self.factor
+
+    def save_own_variables(self, store):
+        store["factor"] = np.asarray(self.factor)
+
+    def load_own_variables(self, store):
+        self.factor = float(store["factor"])
+
+
+def test_what_layers_hold_beside_variables_is_copied():
+    x = np.random.default_rng(0).normal(3, 2, size=(13, 4)).astype("float32")
+    numbers = np.arange(40).reshape(10, 4) % 7
+    inputs = keras.Input((4,)), keras.Input((4,), dtype="int32")
+    layers = keras.layers
+    norm, bins = layers.Normalization(), layers.Discretization(num_bins=4)
+    lookup = layers.IntegerLookup(output_mode="tf_idf")
+    for layer, data in ((norm, x), (bins, x), (lookup, numbers)):
+        layer.adapt(data)
+    counting = Counting()
+    counting.factor = 3.0
+    values = [counting(norm(inputs[0])), keras.ops.cast(bins(inputs[0]), "float32")]
+    values.append(lookup(inputs[1]))
+    model = keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(values)))
+    clone = ktd.convert(model)
+    given = [x, numbers[np.arange(13) % 10]]
+    assert_close(clone.predict(given, verbose=0), model.predict(given, verbose=0))

@@ -97,6 +97,19 @@ def test_beside_other_features(name, other, tmp_path):
     assert_close(one, other)
 
 
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=slow)])
+def test_remat_on_the_layer_keeps_its_plan(before):
+    def recomputed(model):
+        return ktd.remat(model, {"*/attention" if before else "*/query_key_value": "full"})
+
+    strategy = ktd.TPUStrategy(BY_FOUR, ktd.Planner("tensor_parallel", min_size=64))
+    found = results(strategy, "gpt2", change=recomputed)
+    assert_close(found, results(None, "gpt2"))
+    model = built(lambda: recomputed(IN_A_ROW["gpt2"][0]()), strategy)
+    (row,) = (r for r in strategy.explain(model).rows if "query_key_value/kernel" in r.path)
+    assert "used as" in row.reason
+
+
 @slow
 def test_bfloat16_is_near():
     keras.config.set_dtype_policy("mixed_bfloat16")
