@@ -270,6 +270,16 @@ def _windows(number: int) -> Case:
     return Case(of_pooled, (x,), (_ROWS,), {"data": data, "model": 2})
 
 
+def _reduction(number: int) -> Case:
+    def of_rows(x):
+        return lax.reduce((x, x), (np.float32(1), np.float32(3)), _both, (0,))[1]
+
+    def _both(a, b):
+        return a[0] + b[0], a[1] + b[1]
+
+    return Case(of_rows, (np.arange(2 * number, dtype=np.float32),), (_ROWS,), {"data": number})
+
+
 def _branch(number: int) -> Case:
     data = number // 2
     ragged = 3 * data - 2
@@ -321,6 +331,7 @@ _CASES: dict[str, Callable[[int], Case | None]] = {
     "Kernel gradient of a grouped convolution": _convolution,
     "Slice at a place beyond the end": _slice,
     "Windows and steps along a split dimension": _windows,
+    "Reductions by a function": _reduction,
     "Rows exchanged in a branch": _branch,
 }
 

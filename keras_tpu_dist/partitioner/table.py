@@ -17,6 +17,7 @@ from keras_tpu_dist.partitioner import (
     convolution,
     indices,
     lookups,
+    reductions,
     scatter,
     slices,
     windows,
@@ -143,6 +144,15 @@ FAULTS = (
         "the dimension is not split there",
         windows.candidate,
         windows.repaired,
+    ),
+    Fault(
+        "Reductions by a function",
+        reductions.PRIMITIVES,
+        "the value that a reduction with a function of its own starts with is counted on every "
+        "device; on CPU one function is not compiled, nor are and, or and xor of whole numbers",
+        "the dimension is not split there",
+        reductions.candidate,
+        reductions.repaired,
     ),
     Fault(
         "Rows exchanged in a branch",

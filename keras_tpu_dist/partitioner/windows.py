@@ -37,7 +37,20 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Returns:
         The replacement equations, or `None`.
     """
-    wrong = _WRONG[equation.primitive.name]
+    return whole_along(equation, spread, _WRONG[equation.primitive.name])
+
+
+def whole_along(
+    equation: Any, spread: Spread, wrong: Callable[[Any, int, int], bool]
+) -> list | None:
+    """An operation with some dimensions whole, or `None` if they already are. See `repaired`.
+
+    Args:
+        equation: The operation.
+        spread: Which mesh axes may split which dimension of the program's values.
+        wrong: Whether a dimension of the first operand must be whole, from the operation, the
+            dimension, and the most parts that it may be split into.
+    """
     rank = len(_dimensions(equation))
     atoms = [a for a in [*equation.invars, *equation.outvars] if len(a.aval.shape) == rank]
     split = [frozenset().union(*(spread.axes(a, d) for a in atoms)) for d in _dimensions(equation)]
