@@ -1,4 +1,5 @@
-"""Compiler options by chip, which let it compute while gradients are summed."""
+"""Compiler options by chip, which let it compute while gradients are summed, and by libtpu's
+version, which keep it from computing wrongly."""
 
 import logging
 from collections.abc import Mapping
@@ -10,6 +11,14 @@ from jax.sharding import Mesh
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.option_trial import first_line, refused_options
+from keras_tpu_dist.hardware.versions import (
+    DISABLED_PASSES,
+    disabled_passes,
+    libtpu_version,
+    tpu_faults,
+    version_text,
+    warn_of_wrong_libtpu,
+)
 
 # Matrix products run while a gradient is summed over a torus; without this, the chips wait. It is
 # CF_FOR_ALL_REDUCE in MaxText's recipes; the rest of that is libtpu's default (0.0.42 and 0.0.50).
@@ -81,14 +90,17 @@ def options_for(
 
     Returns:
         The options given, and with them those chosen for this generation of chips; `None` for the
-        compiler's own defaults.
+        compiler's own defaults. Passes that are known to compute wrongly are left out in any case.
 
     References:
         - MaxText, benchmarks/xla_flags_library.py
     """
-    if options is None:
-        return None
-    return {**_chosen_for(device, devices, split), **_given(options)} or None
+    given = _given(options)
+    chosen = _chosen_for(options, device, devices, split)
+    options = {**chosen, **given}
+    if DISABLED_PASSES in chosen:  # it contains what was given
+        options[DISABLED_PASSES] = chosen[DISABLED_PASSES]
+    return options or None
 
 
 def chosen_names(options: Any, device: Any, devices: int, split: bool = True) -> tuple[str, ...]:
@@ -100,11 +112,8 @@ def chosen_names(options: Any, device: Any, devices: int, split: bool = True) ->
         devices: The number of devices of the mesh.
         split: Whether weights or slots may be split over them.
     """
-    if options is None:
-        return ()
-    return tuple(
-        name for name in _chosen_for(device, devices, split) if name not in _given(options)
-    )
+    chosen = _chosen_for(options, device, devices, split)
+    return tuple(name for name in chosen if name not in _given(options))
 
 
 def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | None:
@@ -152,6 +161,15 @@ def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
         where: The kind of the devices, or the name of a slice.
     """
     for name, why in refused.items():
+        if name == DISABLED_PASSES:
+            wrong = "; ".join(f"{f.what} ({f.report})" for f in tpu_faults(libtpu_version()))
+            log_once(
+                f"libtpu {version_text(libtpu_version())} refuses {name} ({first_line(why)}), "
+                f"which keeps it from computing wrongly: {wrong}. Install another: "
+                "pip install --upgrade 'jax[tpu]'.",
+                logging.WARNING,
+            )
+            continue
         log_once(
             f"compiler option {name} is left out: the compiler for {where} refuses it "
             f"({first_line(why)}). compiler_options={{...}} sets it, compiler_options=None leaves "
@@ -161,11 +179,17 @@ def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
 
 
 def _given(options: Any) -> dict[str, Any]:
-    return {} if options == "auto" else dict(options)
+    return {} if options in ("auto", None) else dict(options)
 
 
-def _chosen_for(device: Any, devices: int, split: bool) -> dict[str, Any]:
+def _chosen_for(options: Any, device: Any, devices: int, split: bool) -> dict[str, Any]:
     if device.platform != "tpu":
         return {}
+    faults = tpu_faults(libtpu_version())
+    warn_of_wrong_libtpu(faults)
+    passes = disabled_passes(faults, _given(options).get(DISABLED_PASSES))
+    right = {DISABLED_PASSES: passes} if passes else {}
+    if options is None:
+        return right
     whole = {} if uses_rings(devices, split) else WHOLE_PRODUCTS
-    return {**_BY_KIND.get(device.device_kind, {}), **whole}
+    return {**_BY_KIND.get(device.device_kind, {}), **whole, **right}
