@@ -57,7 +57,9 @@ class Given:
 NOTHING = Given()
 
 
-def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlacer) -> Any:
+def values(
+    model: keras.Model, described: tuple, given: Given, placer: BatchPlacer, number: int = 0
+) -> Any:
     """A step's batch on the host, `(x, y, sample_weight)` or shorter.
 
     Args:
@@ -65,8 +67,9 @@ def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlac
         described: The batch as `jax.ShapeDtypeStruct`, from `dryrun.inputs.described_batch`.
         given: The caller's data; random numbers replace missing parts.
         placer: Finds the batch dimension.
+        number: Which batch; the caller's rows are used in turn.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(number)
     classes = _classes(model, described)
     wanted = keras.utils.pack_x_y_sample_weight(*described)
     own = (given.x, given.y, given.sample_weight)
@@ -75,7 +78,7 @@ def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlac
     parts = keras.utils.pack_x_y_sample_weight(*chosen)
     shapes, structure = flatten(wanted)
     leaves = [
-        _cut(leaf, shape, axis)
+        _cut(leaf, shape, axis, number)
         for leaf, shape, axis in zip(flatten(parts)[0], shapes, placer.axes(wanted), strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
@@ -86,10 +89,12 @@ def _has_values(part: Any) -> bool:
     return bool(leaves) and not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-def _cut(leaf: Any, shape: jax.ShapeDtypeStruct, axis: int | None) -> np.ndarray:
+def _cut(leaf: Any, shape: jax.ShapeDtypeStruct, axis: int | None, number: int) -> np.ndarray:
     array = np.asarray(leaf)
     if axis is not None and axis < array.ndim:
-        array = np.take(array, np.arange(shape.shape[axis]) % array.shape[axis], axis)
+        rows = shape.shape[axis]
+        chosen = np.arange(number * rows, (number + 1) * rows) % array.shape[axis]
+        array = np.take(array, chosen, axis)
     return array.astype(shape.dtype)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
@@ -85,3 +86,39 @@ def prepared(
             yield Prepared(program, state, batch, placed, strategy.placer.place(batch))
     finally:
         model.optimizer = own
+
+
+def is_half(model: keras.Model) -> bool:
+    """Whether layers of a model compute in half precision.
+
+    Args:
+        model: The model.
+    """
+    dtypes = {layer.compute_dtype for layer in _keras.flatten_layers(model)}
+    return not dtypes.isdisjoint(("bfloat16", "float16"))
+
+
+def nudged(state: State, batch: Any, half: bool, seed: int) -> tuple[State, Any]:
+    """Weights and inputs, changed by rounding: what that does to results is a model's own error.
+
+    Args:
+        state: The values before a step.
+        batch: `(x, y, sample_weight)`, or shorter.
+        half: Whether the model computes in half precision.
+        seed: Draws the changes.
+    """
+    rng = np.random.default_rng(seed)
+    size = 2.0**-10 if half else 2.0**-22
+
+    def nudge(leaf: np.ndarray) -> np.ndarray:
+        if not jax.numpy.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        wide = np.asarray(leaf, np.float64)
+        return (wide * (1 + size * rng.choice([-1.0, 1.0], wide.shape))).astype(leaf.dtype)
+
+    weights = [nudge(leaf) for leaf in state[0]]
+    changed = [weights, *state[1:]]
+    if not isinstance(batch, tuple):
+        return changed, jax.tree.map(nudge, batch)
+    x, *rest = batch
+    return changed, (jax.tree.map(nudge, x), *rest)

@@ -15,7 +15,14 @@ from keras_tpu_dist.checkup.aside import aside, on_one
 from keras_tpu_dist.checkup.batch import Given
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, same_bits
 from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
-from keras_tpu_dist.checkup.prepared import Prepared, State, prepared, why_not
+from keras_tpu_dist.checkup.prepared import (
+    Prepared,
+    State,
+    is_half,
+    nudged,
+    prepared,
+    why_not,
+)
 from keras_tpu_dist.checkup.report import (
     LEAVE_OUT,
     RIGHT,
@@ -161,10 +168,12 @@ def _expected(
     bench: Bench, model: keras.Model, ran: _Ran
 ) -> tuple[list[np.ndarray], list[float], str]:
     """The results on one device, their tolerances, and why they are unknown, or `""`."""
-    half = _is_half(model)
+    half = is_half(model)
     try:
         expected = ran.alone(ran.step.state, ran.step.batch)
-        moved = [ran.alone(*_nudged(ran.step, half, seed)) for seed in range(_DRAWS)]
+        moved = [
+            ran.alone(*nudged(ran.step.state, ran.step.batch, half, seed)) for seed in range(_DRAWS)
+        ]
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return [], [], "it does not fit in its memory"
@@ -179,30 +188,6 @@ def _expected(
         for n, one in enumerate(expected)
     ]
     return expected, allowed, ""
-
-
-def _is_half(model: keras.Model) -> bool:
-    dtypes = {layer.compute_dtype for layer in _keras.flatten_layers(model)}
-    return not dtypes.isdisjoint(("bfloat16", "float16"))
-
-
-def _nudged(step: Prepared, half: bool, seed: int) -> tuple[State, Any]:
-    """The weights and inputs, changed by rounding."""
-    rng = np.random.default_rng(seed)
-    size = 2.0**-10 if half else 2.0**-22
-
-    def nudge(leaf: np.ndarray) -> np.ndarray:
-        if not jax.numpy.issubdtype(leaf.dtype, np.floating):
-            return leaf
-        wide = np.asarray(leaf, np.float64)
-        return (wide * (1 + size * rng.choice([-1.0, 1.0], wide.shape))).astype(leaf.dtype)
-
-    weights = [nudge(leaf) for leaf in step.state[0]]
-    state = [weights, *step.state[1:]]
-    if not isinstance(step.batch, tuple):
-        return state, jax.tree.map(nudge, step.batch)
-    x, *rest = step.batch
-    return state, (jax.tree.map(nudge, x), *rest)
 
 
 def _compared(

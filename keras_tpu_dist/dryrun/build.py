@@ -34,6 +34,7 @@ from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.trace.jaxprs import (
+    inner_jaxprs,
     opened,
     replacement,
     with_equations,
@@ -82,6 +83,9 @@ class Lowered:
             them, it compiles without.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
+        batch: The program's batch, described, if it is to be run.
+        kernels: The equations of its hand-written kernels, likewise.
+        returned: The numbers of the state's values that the program returns, likewise.
     """
 
     program: bytes
@@ -106,6 +110,9 @@ class Lowered:
     optional_options: tuple[str, ...] = ()
     tokens_loop: TokenLoop | None = None
     calibration: Calibration | None = None
+    batch: PlacedBatch | None = None
+    kernels: tuple[Any, ...] = ()
+    returned: tuple[int, ...] = ()
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates.
@@ -148,10 +155,16 @@ def lower(
     batch_size: int,
     mode: str = "train",
     platform: str = "tpu",
+    steps: int = 1,
+    to_run: bool = False,
 ) -> Lowered:
     """Builds a model without memory and lowers its step for the strategy's mesh.
 
     See `keras_tpu_dist.dry_run` for the arguments.
+
+    Args:
+        steps: Steps of the program. Several are one launch, as with `steps_per_execution`.
+        to_run: Whether the program is to be run on simulated devices.
 
     Returns:
         The `Lowered` step.
@@ -175,12 +188,14 @@ def lower(
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
-        step, loop = jitted_step(model, kind, placer, donate), None
+        step, loop = jitted_step(model, kind, placer, donate, scanned=steps > 1), None
+        if steps > 1:
+            placed = placer.describe_many(placed, steps)
         if mode == "generate":
             step, state, loop = _generating(model, placer, state, placed)
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
-        steps = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
+        per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
         flops = _flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -198,13 +213,16 @@ def lower(
             overstated=any(
                 name in exported.mlir_module_serialized for name in (b"while", b"convolution")
             ),
-            steps_per_execution=steps,
-            ready_bytes=_batches_ready(strategy, steps, mode) * held.inputs,
+            steps_per_execution=per_launch,
+            ready_bytes=_batches_ready(strategy, per_launch, mode) * held.inputs,
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
             model_flops=flops,
             tokens_loop=loop,
+            batch=placed if to_run else None,
+            kernels=_kernels(step, state, placed, exported) if to_run else (),
+            returned=_returned(exported) if to_run else (),
             **_compiler_options(strategy, platform),
         )
 
@@ -490,6 +508,31 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
     return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
+
+
+def _returned(exported: jax.export.Exported) -> tuple[int, ...]:
+    """The numbers of the state's values that a step returns; it leaves out those it only reads."""
+    numbered = jax.tree.unflatten(exported.out_tree, range(len(exported.out_avals)))
+    changes = [value for group in numbered[1] for value in group]
+    return tuple(n for n, value in enumerate(changes) if value is not None)
+
+
+def _kernels(
+    step: Callable, state: tuple, placed: PlacedBatch, exported: jax.export.Exported
+) -> tuple[Any, ...]:
+    """The equations of a step's hand-written kernels."""
+    if b"tpu_custom_call" not in exported.mlir_module_serialized:
+        return ()
+
+    def of(jaxpr: Any) -> Iterator[Any]:
+        for equation in opened(jaxpr).eqns:
+            if equation.primitive.name == "pallas_call":
+                yield equation
+            else:
+                for inner in inner_jaxprs(equation):
+                    yield from of(inner)
+
+    return tuple(of(jax.jit(step).trace(state, placed).jaxpr))
 
 
 def export_step(

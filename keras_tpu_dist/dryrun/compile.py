@@ -88,6 +88,64 @@ def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
+def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> dict[str, Any]:
+    """What the separate process is to compile.
+
+    Args:
+        lowered: The step.
+        effort: `"quick"` or `"exact"`.
+        topology: Another slice with as many devices to compile for.
+    """
+    target = topology or lowered.topology
+    devices = lowered.devices if topology is None else topology.devices()
+    return {
+        "program": lowered.program,
+        "topology": None if target is None else target.libtpu_arguments(),
+        "places": [_place(d) for d in devices],
+        "axes": lowered.axes,
+        "donate": lowered.donate,
+        "x64": bool(jax.config.read("jax_enable_x64")),
+        "compiler_options": {
+            **(EFFORTS[effort] if target is not None else {}),
+            **(lowered.compiler_options or {}),
+        },
+        "optional_options": list(lowered.optional_options),
+    }
+
+
+def run_compiler(
+    lowered: Lowered, job: dict[str, Any], timeout: float, where: str
+) -> tuple[dict[str, Any], str]:
+    """Runs the compiler once.
+
+    Args:
+        lowered: The step.
+        job: From `job_of`.
+        timeout: Seconds after which the compiler is stopped.
+        where: What it compiles for, for messages.
+
+    Returns:
+        The process's result, with `"error"` if the program does not fit into HBM; and its log.
+
+    Raises:
+        RuntimeError: If the compiler aborts, takes too long, or refuses the program for a reason
+            other than memory.
+    """
+    on_cpu = job["topology"] is None
+    environment = cpu_environment(len(job["places"])) if on_cpu else libtpu_environment()
+    result, log = run_job(job, environment, timeout, where)
+    error = result.get("error")
+    if error and not is_about_hbm(error):
+        raise RuntimeError(
+            message(
+                "The compiler refused the program.",
+                received=f"{error} (compiling for {where}).",
+                fix=_fix_of(error, lowered),
+            )
+        )
+    return result, log
+
+
 def compile_lowered(
     lowered: Lowered,
     *,
@@ -113,37 +171,15 @@ def compile_lowered(
             other than memory.
     """
     target = topology or lowered.topology
-    devices = lowered.devices if topology is None else topology.devices()
-    job = {
-        "program": lowered.program,
-        "topology": None if target is None else target.libtpu_arguments(),
-        "places": [_place(d) for d in devices],
-        "axes": lowered.axes,
-        "donate": lowered.donate,
-        "x64": bool(jax.config.read("jax_enable_x64")),
-        "compiler_options": {
-            **(EFFORTS[effort] if target is not None else {}),
-            **(lowered.compiler_options or {}),
-        },
-        "optional_options": list(lowered.optional_options),
-    }
+    job = job_of(lowered, effort, topology)
     where = "CPU" if target is None else target.name
     key = "" if cache is None else key_of(job)
     if cache is not None and (found := _kept(cache.get(key))) is not None:
         if topology is None:
             warn_of_refused(found.refused_options, where)
         return found
-    environment = _environment(len(devices)) if target is None else libtpu_environment()
-    result, log = _run(job, environment, timeout, where)
+    result, log = run_compiler(lowered, job, timeout, where)
     error = result.get("error")
-    if error and not is_about_hbm(error):
-        raise RuntimeError(
-            message(
-                "The compiler refused the program.",
-                received=f"{error} (compiling for {where}).",
-                fix=_fix_of(error, lowered),
-            )
-        )
     refused = result.get("refused_options", {})
     if topology is None:  # a larger slice's compiler need not be reported
         warn_of_refused(refused, where)
@@ -274,15 +310,36 @@ def _place(device: object) -> tuple[int, ...]:
     return (device.id,)
 
 
-def _environment(num_devices: int) -> dict[str, str]:
-    """A CPU that looks like `num_devices` devices; nothing runs, so threads do not matter."""
+def cpu_environment(num_devices: int) -> dict[str, str]:
+    """A CPU that looks like several devices, with threads enough for all of them.
+
+    Args:
+        num_devices: Their number.
+    """
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "PJRT_NPROC": str(4 * num_devices),
     }
 
 
-def _run(job: dict, environment: dict[str, str], timeout: float, where: str) -> tuple[dict, str]:
+def run_job(
+    job: dict[str, Any], environment: dict[str, str], timeout: float, where: str
+) -> tuple[dict[str, Any], str]:
+    """Runs a job in a process of its own.
+
+    Args:
+        job: What `dryrun.worker` is to do.
+        environment: Environment variables to set.
+        timeout: Seconds after which the process is stopped.
+        where: What it is for, for messages.
+
+    Returns:
+        Its result and its log.
+
+    Raises:
+        RuntimeError: If it ends without a result, or takes too long.
+    """
     with tempfile.TemporaryDirectory(prefix="keras_tpu_dist_") as folder:
         job_path, result_path, log_path = (str(Path(folder, n)) for n in ("job", "result", "log"))
         Path(job_path).write_bytes(pickle.dumps(job))

@@ -83,7 +83,11 @@ def main(job_path: str, result_path: str, parent: str) -> None:
     os.unlink(job_path)  # if the parent was killed, nobody else deletes it
     started = time.perf_counter()
     try:
-        result: dict[str, object] = _compile(job)
+        # What runs here beside the compiler imports no Keras either.
+        script = job.get("script")
+        result: dict[str, object] = (
+            _compile(job) if script is None else runpy.run_path(script)["execute"](job)
+        )
     except Exception as error:  # every failure is an answer, which the parent reports
         result = {"error": f"{type(error).__name__}: {error}"}
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -130,7 +134,9 @@ def _compile(job: dict) -> dict:
     ]
     args, kwargs = jax.tree.unflatten(exported.in_tree, flat)
     donated = (0,) if job["donate"] else ()
-    lowered = jax.jit(exported.call, donate_argnums=donated).lower(*args, **kwargs)
+    to_run = job.get("to_run", False)
+    jitted = jax.jit(exported.call, donate_argnums=donated, keep_unused=to_run)
+    lowered = jitted.lower(*args, **kwargs)
     compiled, refused = _compiled(lowered, job, list(mesh.devices.flat))
     memory = compiled.memory_analysis()
     if memory is None:
@@ -138,6 +144,7 @@ def _compile(job: dict) -> dict:
     return {
         "text": compiled.as_text(),
         "refused_options": refused,
+        **(_parts(compiled, exported, list(mesh.devices.flat)) if to_run else {}),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -146,6 +153,31 @@ def _compile(job: dict) -> dict:
             "code": memory.generated_code_size_in_bytes,
             "peak": memory.peak_memory_in_bytes,
         },
+    }
+
+
+def _parts(compiled, exported, devices: list) -> dict:
+    """The part of each argument and result that each device has, as pairs of start and stop."""
+    import jax
+
+    def cuts(shardings, shapes) -> list:
+        found = []
+        for sharding, shape in zip(jax.tree.leaves(shardings), shapes, strict=True):
+            by_device = sharding.devices_indices_map(shape)
+            found.append(
+                [
+                    tuple(s.indices(size)[:2] for s, size in zip(by_device[device], shape))
+                    for device in devices
+                ]
+            )
+        return found
+
+    inputs = [aval.shape for aval in exported.in_avals]
+    outputs = [aval.shape for aval in exported.out_avals]
+    return {
+        "inputs": cuts(compiled.input_shardings, inputs),
+        "outputs": cuts(compiled.output_shardings, outputs),
+        "shapes": outputs,
     }
 
 

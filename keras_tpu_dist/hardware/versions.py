@@ -75,7 +75,7 @@ TPU_FAULTS = (
     ),
     TpuFault(
         "vllm-project/tpu-inference 3329",
-        "results that its report does not name (\"Known bug in 0.45\")",
+        'results that its report does not name ("Known bug in 0.45")',
         (0, 0, 45),
         (0, 0, 46),
     ),
@@ -95,7 +95,9 @@ def warn_of_wrong_jax() -> None:
 
 def libtpu_version() -> Version | None:
     """The version of the TPU compiler that JAX loads, or `None` if it is unknown."""
-    if os.environ.get("TPU_LIBRARY_PATH"):  # a library from elsewhere
+    path = os.environ.get("TPU_LIBRARY_PATH", "")
+    # JAX sets the variable itself, to the library of the package.
+    if path and os.path.basename(os.path.dirname(path)) != "libtpu":
         return None
     for package in ("libtpu", "libtpu-nightly"):
         try:

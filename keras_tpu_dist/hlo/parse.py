@@ -145,6 +145,11 @@ class Instruction:
         self._type = type_text
         self._shapes: tuple[Shape, ...] | None = None
 
+    @property
+    def type_text(self) -> str:
+        """The type of the result, as the text has it."""
+        return self._type
+
     def __repr__(self) -> str:
         return f"%{self.name} = {self._type} {self.opcode}({self.operands})"
 

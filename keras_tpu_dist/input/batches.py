@@ -266,6 +266,20 @@ class BatchPlacer:
             described.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding))
         return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
 
+    def describe_many(self, batch: PlacedBatch, number: int) -> PlacedBatch:
+        """The result of `place_many` for several batches of the same shapes.
+
+        Args:
+            batch: One of them, from `describe`.
+            number: The number of batches.
+        """
+        shardings = self.shardings(batch, stacked=True)
+
+        def stacked(leaf, sharding):
+            return jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(stacked, batch, shardings)
+
     def checked(self, batch: Any) -> Any:
         """A host batch as arrays, after all checks of `place`.
 

@@ -56,7 +56,7 @@ def jobs(monkeypatch):
         found.append(job)
         return dict(RESULT), 'Involuntary full rematerialization op_name="jit(f)/dense"'
 
-    monkeypatch.setattr(dryrun_compile, "_run", run)
+    monkeypatch.setattr(dryrun_compile, "run_job", run)
     return found
 
 

@@ -1,0 +1,49 @@
+"""Private names for programs given as text, which run as replicas. Imports no Keras."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
+    """Compiles HLO for CPU devices, one replica on each.
+
+    Public replacement: none; `jax.export` reads StableHLO alone, which has no replicas.
+
+    Args:
+        text: The program.
+        devices: CPU devices of this process.
+
+    Returns:
+        A loaded executable, for `run_replicas`.
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.lib import _jax
+
+    try:
+        from jaxlib._hlo import hlo_module_from_text  # jaxlib 0.12
+    except ImportError:
+        hlo_module_from_text = _jax.hlo_module_from_text
+    module = hlo_module_from_text(text)
+    program = _jax.mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto())
+    options = compiler.get_compile_options(
+        num_replicas=len(devices),
+        num_partitions=1,
+        device_assignment=np.arange(len(devices)).reshape(len(devices), 1),
+    )
+    options.executable_build_options.use_spmd_partitioning = False
+    options.executable_build_options.use_shardy_partitioner = False
+    return devices[0].client.compile_and_load(program, _jax.DeviceList(tuple(devices)), options)
+
+
+def run_replicas(executable: Any, arguments: Sequence[Any]) -> list[list[Any]]:
+    """Runs a program once.
+
+    Args:
+        executable: The result of `compiled_replicas`.
+        arguments: Arrays with one shard on each of the devices.
+
+    Returns:
+        For each result, its array on each device.
+    """
+    return executable.execute_sharded(list(arguments)).disassemble_into_single_device_arrays()

@@ -1,0 +1,533 @@
+"""Rewrites a program of the TPU compiler so that XLA's CPU client can run it.
+
+The values of every instruction stay those of the TPU program: what was fused, scheduled, split,
+moved or exchanged stays so. What changes is how it is written down:
+
+- partitions become replicas, and groups of devices are written out;
+- tiles and memory spaces go. A bitcast means the bytes of a layout, so it becomes a transpose, a
+  reshape and a transpose;
+- fusions become calls;
+- what is started and finished apart is computed at its start;
+- operands whose dtypes differ, which the TPU has no objection to, are converted;
+- hand-written kernels are replaced by computations that are given for them.
+
+Anything else that is unknown is an error, never a guess.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hlo.collectives import groups_of
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, Shape, shapes_of
+
+KERNEL = "tpu_custom_call"
+
+_LAYOUT = re.compile(r"(?<=\])\{[^{}]*\}")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_NAME = re.compile(r"\s*,?\s*([a-z_]\w*)=")
+# What says nothing about values. Programs are compared as replicas, without buffers.
+_DROPPED = {
+    "backend_config",
+    "buffer_donor",
+    "channel_id",
+    "control-predecessors",
+    "frontend_attributes",
+    "is_scheduled",
+    "kind",
+    "metadata",
+    "origin",
+    "output_to_operand_aliasing",
+    "sharding",
+    "use_global_device_ids",
+}
+_COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+}
+# As HLO defines them, operands and results have one dtype.
+_ELEMENTWISE = {
+    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "cosine", "count-leading-zeros", "divide", "erf",
+    "exponential", "exponential-minus-one", "floor", "log", "log-plus-one", "logistic", "maximum",
+    "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "remainder",
+    "round-nearest-afz", "round-nearest-even", "rsqrt", "shift-left", "shift-right-arithmetic",
+    "shift-right-logical", "sign", "sine", "sqrt", "subtract", "tan", "tanh", "xor",
+}  # fmt: skip
+# Nothing to change but layouts and what says nothing about values.
+_PLAIN = {
+    "after-all", "bitcast-convert", "broadcast", "call", "complex", "conditional", "constant",
+    "convert", "copy", "dynamic-slice", "gather", "get-tuple-element", "imag", "iota", "is-finite",
+    "map", "opt-barrier", "optimization-barrier", "parameter", "real", "reduce-precision",
+    "reshape", "reverse", "rng-bit-generator", "slice", "sort", "topk", "transpose", "tuple",
+    "while",
+}  # fmt: skip
+# Custom calls of the TPU compiler that return their operand.
+_IDENTITIES = {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+_FLOATS = ("bf16", "f16", "f32", "f64")
+
+
+class CannotRun(ValueError):
+    """A program has something that cannot be run on simulated devices."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A computation that replaces a hand-written kernel.
+
+    Args:
+        entry: The name of the computation.
+        text: It and all that it calls, as HLO.
+        is_tuple: Whether its result is a tuple.
+    """
+
+    entry: str
+    text: str
+    is_tuple: bool = True
+
+
+Kernels = Callable[[Instruction, list[Shape]], Kernel]
+
+
+def _no_kernels(instruction: Instruction, operands: list[Shape]) -> Kernel:
+    raise cannot_run(instruction, "it is a hand-written kernel")
+
+
+def cannot_run(instruction: Instruction, why: str) -> CannotRun:
+    """An error that names an operation.
+
+    Args:
+        instruction: The operation.
+        why: What is wrong with it.
+    """
+    return CannotRun(
+        message(
+            "Every operation of the TPU's program must have a counterpart on simulated devices.",
+            received=f"{instruction!r}"[:400]
+            + f": {why}"
+            + (f" (from {instruction.op_name})" if instruction.op_name else ""),
+            fix="Leave the layer that it comes from out of the model to verify the rest.",
+        )
+    )
+
+
+def runnable(
+    program: Program,
+    num_devices: int,
+    *,
+    kernels: Kernels = _no_kernels,
+    as_on_chip: bool = False,
+) -> str:
+    """The text of a program that XLA's CPU client compiles.
+
+    Args:
+        program: The program of the TPU compiler, finished or as it is after one of the passes
+            behind the partitioner.
+        num_devices: The number of devices that it was partitioned for.
+        kernels: Returns the computation to use for a hand-written kernel.
+        as_on_chip: Whether products of float32 round their operands to bfloat16 where the chip
+            does, which is where the program asks for no other precision.
+
+    Returns:
+        HLO for `num_devices` replicas.
+
+    Raises:
+        CannotRun: If it has something that is not known.
+    """
+    return _Rewriter(program, num_devices, kernels, as_on_chip).text()
+
+
+def attributes_of(instruction: Instruction) -> dict[str, str]:
+    """The attributes of an instruction, as text, by name.
+
+    Args:
+        instruction: The instruction.
+    """
+    text, found, at = instruction.attributes, {}, 0
+    while match := _NAME.match(text, at):
+        end = _end_of_value(text, match.end())
+        found[match[1]] = text[match.end() : end]
+        at = end
+    return found
+
+
+def _end_of_value(text: str, at: int) -> int:
+    """Where the value that begins at `at` ends: at the comma before the next name."""
+    depth, quoted = 0, False
+    while at < len(text):
+        c = text[at]
+        if quoted:
+            at += c == "\\"
+            quoted = c != '"'
+        elif c == '"':
+            quoted = True
+        elif c in "{[(":
+            depth += 1
+        elif c in "}])":
+            depth -= 1
+        # The order of a mesh's devices has a comma of its own.
+        elif c == "," and depth == 0 and not text.startswith(", device_ids=", at):
+            return at
+        at += 1
+    return at
+
+
+def _plain_type(text: str) -> str:
+    return re.sub(r"/\*.*?\*/", "", _LAYOUT.sub("", text))
+
+
+def _array(shape: Shape, dims: tuple[int, ...] | None = None) -> str:
+    return f"{shape.dtype}[{_listed(shape.dims if dims is None else dims)}]"
+
+
+def _listed(values: object) -> str:
+    return ",".join(str(int(value)) for value in values)  # type: ignore[attr-defined]
+
+
+def _order(shape: Shape) -> list[int]:
+    """The dimensions of an array, from the slowest in memory to the fastest."""
+    fastest_first = shape.layout.partition(":")[0]
+    if not fastest_first:
+        return list(range(len(shape.dims)))
+    return [int(d) for d in fastest_first.split(",")][::-1]
+
+
+@dataclass
+class _Rewriter:
+    program: Program
+    num_devices: int
+    kernels: Kernels
+    as_on_chip: bool
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        written = [
+            self._computation(computation)
+            for computation in self.program
+            if computation is not self.program.entry
+        ]
+        written.append("ENTRY " + self._computation(self.program.entry))
+        header = f"HloModule replay, replica_count={self.num_devices}"
+        return "\n\n".join([header, *self.texts.values(), *written]) + "\n"
+
+    def _computation(self, computation: Computation) -> str:
+        lines = []
+        for instruction in computation:
+            *before, last = self._lines(computation, instruction)
+            root = "ROOT " if instruction is computation.root else ""
+            lines += [*before, root + last]
+        return f"%{computation.name} {{\n" + "".join(f"  {line}\n" for line in lines) + "}"
+
+    def _lines(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """The lines for an instruction; the last has its name."""
+        opcode, name = instruction.opcode, instruction.name
+        begins = opcode.removesuffix("-start")
+        if opcode in _ELEMENTWISE or opcode in ("select", "compare"):
+            yield from self._elementwise(computation, instruction)
+        elif opcode in ("dot", "convolution"):
+            yield from self._product(computation, instruction)
+        elif opcode == "bitcast":
+            yield from self._bitcast(computation, instruction)
+        elif opcode == "fusion":
+            called = attributes_of(instruction)["calls"]
+            yield self._written(instruction, "call", f"to_apply={called}")
+        elif opcode == "partition-id":
+            yield f"%{name} = u32[] replica-id()"
+        elif opcode == "custom-call":
+            yield from self._custom_call(computation, instruction)
+        elif opcode in ("reduce", "reduce-window", "scatter", "select-and-scatter"):
+            yield from self._reduction(computation, instruction)
+        elif opcode in ("concatenate", "dynamic-update-slice", "pad"):
+            yield from self._of_one_dtype(computation, instruction)
+        elif opcode in _COLLECTIVES:
+            yield self._collective(instruction, opcode)
+        elif opcode in ("copy-start", "slice-start", "async-start") or begins in _COLLECTIVES:
+            yield from self._begun(computation, instruction)
+        elif opcode.endswith(("-done", "-update")):
+            yield self._finished(computation, instruction)
+        elif opcode in _PLAIN:
+            if opcode == "constant" and "..." in instruction.operands:
+                raise cannot_run(instruction, "the values of the constant are left out of the text")
+            yield self._written(instruction, opcode, self._kept(instruction))
+        else:
+            raise cannot_run(instruction, "the operation is not known")
+
+    def _kept(self, instruction: Instruction) -> str:
+        found = attributes_of(instruction)
+        return ", ".join(f"{name}={text}" for name, text in found.items() if name not in _DROPPED)
+
+    def _written(
+        self, instruction: Instruction, opcode: str, attributes: str = "", operands: str = ""
+    ) -> str:
+        operands = operands or _plain_type(instruction.operands)
+        return (
+            f"%{instruction.name} = {_plain_type(instruction.type_text)} {opcode}({operands})"
+            + (f", {attributes}" if attributes else "")
+        )
+
+    def _elementwise(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """An operation whose values have one dtype, as HLO defines it: here the widest."""
+        (result,) = instruction.shapes
+        dtypes = [operand.shapes[0].dtype for operand in computation.operands(instruction)]
+        fixed = {"select": 1, "compare": 0}.get(instruction.opcode)
+        values = dtypes[1:] if instruction.opcode == "select" else dtypes
+        wide = self._widest(instruction, *values, *([result.dtype] if fixed != 0 else []))
+        wanted = [*dtypes[: len(dtypes) - len(values)], *[wide] * len(values)]
+        yield from self._typed(
+            computation,
+            instruction,
+            wanted,
+            [result.dtype if instruction.opcode == "compare" else wide],
+        )
+
+    def _reduction(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """An operation with a computation of its own, whose parameters have the dtypes."""
+        name = instruction.called_by("scatter") or instruction.called_by("to_apply")
+        parameters = self.program.computations[name or ""].parameters
+        number = len(parameters) // 2
+        dtypes = [parameter.shapes[0].dtype for parameter in parameters[:number]]
+        wanted = [operand.shapes[0].dtype for operand in computation.operands(instruction)]
+        if instruction.opcode == "scatter":  # arrays, indices, updates
+            wanted[:number] = wanted[number + 1 :] = dtypes
+        else:  # arrays, and as many initial values or, to be scattered, one array and one value
+            wanted = (dtypes * len(wanted))[: len(wanted)]
+        yield from self._typed(computation, instruction, wanted, dtypes)
+
+    def _of_one_dtype(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """An operation that moves values: it has the dtype of its result."""
+        (result,) = instruction.shapes
+        operands = computation.operands(instruction)
+        wanted = [operand.shapes[0].dtype for operand in operands]
+        moved = 2 if instruction.opcode in ("dynamic-update-slice", "pad") else len(wanted)
+        wanted[:moved] = [result.dtype] * moved
+        yield from self._typed(computation, instruction, wanted, [result.dtype])
+
+    def _widest(self, instruction: Instruction, *dtypes: str) -> str:
+        if len(set(dtypes)) == 1:
+            return dtypes[0]
+        if not set(dtypes) <= set(_FLOATS):
+            raise cannot_run(instruction, f"its dtypes are {', '.join(sorted(set(dtypes)))}")
+        return max(dtypes, key=_FLOATS.index)
+
+    def _typed(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        wanted: list[str],
+        results: list[str],
+        attributes: str | None = None,
+        sources: list[str] | None = None,
+    ) -> Iterator[str]:
+        """An instruction with operands of these dtypes, whose results have the others.
+
+        The TPU's compiler lets them differ from what HLO asks for, above all after it has joined
+        conversions with what reads or writes them.
+        """
+        name = instruction.name
+        names = []
+        for number, operand in enumerate(computation.operands(instruction)):
+            (shape,) = operand.shapes
+            names.append(sources[number] if sources else f"%{operand.name}")
+            if shape.dtype != wanted[number]:
+                target = f"{wanted[number]}[{_listed(shape.dims)}]"
+                yield f"%{name}.in{number} = {target} convert({names[-1]})"
+                names[-1] = f"%{name}.in{number}"
+        opcode = instruction.opcode
+        if attributes is None:
+            attributes = self._kept(instruction)
+        computed = f"{opcode}({', '.join(names)})" + (f", {attributes}" if attributes else "")
+        shapes = instruction.shapes
+        wide = [f"{dtype}[{_listed(shape.dims)}]" for dtype, shape in zip(results, shapes)]
+        is_tuple = instruction.type_text.startswith("(")
+        declared = f"({', '.join(wide)})" if is_tuple else wide[0]
+        if all(shape.dtype == dtype for shape, dtype in zip(shapes, results)):
+            yield f"%{name} = {declared} {computed}"
+            return
+        yield f"%{name}.wide = {declared} {computed}"
+        if not is_tuple:
+            yield f"%{name} = {_array(shapes[0])} convert(%{name}.wide)"
+            return
+        for number, shape in enumerate(shapes):
+            yield f"%{name}.g{number} = {wide[number]} get-tuple-element(%{name}.wide), index={number}"
+            yield f"%{name}.c{number} = {_array(shape)} convert(%{name}.g{number})"
+        members = ", ".join(f"%{name}.c{number}" for number in range(len(shapes)))
+        yield f"%{name} = ({', '.join(map(_array, shapes))}) tuple({members})"
+
+    def _product(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        (result,) = instruction.shapes
+        name, kept = instruction.name, attributes_of(instruction)
+        # Without either, the chip multiplies in bfloat16.
+        precise = "high" in kept.get("operand_precision", "") or "algorithm" in kept
+        operands, sources = computation.operands(instruction), []
+        for number, operand in enumerate(operands):
+            (shape,) = operand.shapes
+            sources.append(f"%{operand.name}")
+            if self.as_on_chip and shape.dtype == "f32" and not precise:
+                sources[-1] = f"%{name}.as{number}"
+                yield (
+                    f"{sources[-1]} = {_array(shape)} reduce-precision(%{operand.name}), "
+                    "exponent_bits=8, mantissa_bits=7"
+                )
+        # The chip adds up products of bfloat16 in float32.
+        dtypes = [operand.shapes[0].dtype for operand in operands]
+        wide = dtypes[0]
+        if {*dtypes, result.dtype} <= set(_FLOATS):
+            wide = self._widest(instruction, *dtypes, result.dtype, "f32")
+        dropped = {*_DROPPED, "operand_precision", "algorithm"}
+        attributes = ", ".join(f"{key}={text}" for key, text in kept.items() if key not in dropped)
+        results = [wide if wide in _FLOATS else result.dtype]
+        wanted = [wide if wide in _FLOATS else dtype for dtype in dtypes]
+        yield from self._typed(computation, instruction, wanted, results, attributes, sources)
+
+    def _bitcast(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        (result,), (operand,) = instruction.shapes, computation.operands(instruction)
+        (source,), name = operand.shapes, instruction.name
+        if source.dtype != result.dtype and source.size != result.size:
+            raise cannot_run(instruction, "it joins or splits elements")
+        was, now = _order(source), _order(result)
+        flat = [source.dims[d] for d in was]
+        yield (
+            f"%{name}.m = {_array(source, tuple(flat))} transpose(%{operand.name}), "
+            f"dimensions={{{_listed(was)}}}"
+        )
+        last = f"%{name}.m"
+        if source.dtype != result.dtype:
+            last = f"%{name}.t"
+            yield f"{last} = {_array(result, tuple(flat))} bitcast-convert(%{name}.m)"
+        ordered = tuple(result.dims[d] for d in now)
+        yield f"%{name}.r = {_array(result, ordered)} reshape({last})"
+        back = np.argsort(np.array(now, int))
+        yield f"%{name} = {_array(result)} transpose(%{name}.r), dimensions={{{_listed(back)}}}"
+
+    def _collective(self, instruction: Instruction, opcode: str, type_text: str = "") -> str:
+        found = attributes_of(instruction)
+        if opcode == "collective-permute":
+            groups = f"source_target_pairs={found['source_target_pairs']}"
+        else:
+            listed = ",".join(
+                f"{{{_listed(group)}}}" for group in groups_of(instruction, self.num_devices)
+            )
+            groups = f"replica_groups={{{listed}}}"
+        rest = [
+            f"{name}={text}"
+            for name, text in found.items()
+            if name not in {*_DROPPED, "replica_groups", "source_target_pairs"}
+        ]
+        attributes = ", ".join([groups, *rest])
+        if type_text:  # what was started apart: the caller writes the name
+            return f"{type_text} {opcode}({_plain_type(instruction.operands)}), {attributes}"
+        return self._written(instruction, opcode, attributes)
+
+    def _begun(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """What runs beside the rest, computed where it is started.
+
+        Its result is a tuple of its operands, its result and what the chip needs to wait for it.
+        """
+        opcode, name = instruction.opcode.removesuffix("-start"), instruction.name
+        types = _parts(instruction.type_text)
+        if opcode == "all-reduce" or not instruction.type_text.startswith("("):
+            yield self._collective(instruction, opcode)
+            return
+        operands, result = types[:2]
+        if opcode == "copy":  # the copy comes before the original
+            operands, result = result, operands
+            computed = f"{_plain_type(result)} copy({_plain_type(instruction.operands)})"
+        elif opcode in _COLLECTIVES:
+            computed = self._collective(instruction, opcode, _plain_type(result))
+        elif opcode == "slice":
+            kept = self._kept(instruction)
+            computed = f"{_plain_type(result)} slice({_plain_type(instruction.operands)}), {kept}"
+        else:
+            called = attributes_of(instruction)["calls"]
+            operand_names = _plain_type(instruction.operands)
+            computed = f"{_plain_type(result)} call({operand_names}), to_apply={called}"
+        yield f"%{name}.result = {computed}"
+        given = [f"%{operand}" for operand in instruction.operand_names]
+        first = given[0]
+        if operands.startswith("("):
+            first = f"%{name}.operands"
+            yield f"{first} = {_plain_type(operands)} tuple({', '.join(given)})"
+        members = [f"%{name}.result", first] if opcode == "copy" else [first, f"%{name}.result"]
+        for number, rest in enumerate(types[2:], 2):
+            yield from _zeros(f"%{name}.part{number}", shapes_of(rest)[0])
+            members.append(f"%{name}.part{number}")
+        yield f"%{name} = {_plain_type(instruction.type_text)} tuple({', '.join(members)})"
+
+    def _finished(self, computation: Computation, instruction: Instruction) -> str:
+        (source,) = computation.operands(instruction)
+        if instruction.opcode.endswith("-update") or not source.type_text.startswith("("):
+            return self._written(instruction, "copy")
+        if instruction.opcode == "all-reduce-done":  # of several arrays
+            return self._written(instruction, "copy")
+        index = 0 if instruction.opcode == "copy-done" else 1
+        return self._written(instruction, "get-tuple-element", f"index={index}")
+
+    def _custom_call(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        found = _TARGET.search(instruction.attributes)
+        target = found[1] if found else ""
+        operands = computation.operands(instruction)
+        if target == "AllocateBuffer":
+            yield from _zeros(f"%{instruction.name}", *instruction.shapes)
+        elif target in _IDENTITIES:
+            yield self._written(instruction, "copy", operands=f"%{operands[0].name}")
+        elif target == "AsyncCollectiveStart":
+            yield from self._started(computation, instruction)
+        elif target == "AsyncCollectiveDone":
+            # Between start and end, fusions repeat the collective, which takes its steps in them.
+            (collective,) = (each for each in operands if each.opcode in _COLLECTIVES)
+            yield self._written(instruction, "copy", operands=f"%{collective.name}")
+        elif target == KERNEL:
+            shapes = [shape for operand in operands for shape in operand.shapes]
+            kernel = self.kernels(instruction, shapes)
+            self.texts.setdefault(kernel.entry, kernel.text)
+            if kernel.is_tuple or not instruction.type_text.startswith("("):
+                yield self._written(instruction, "call", f"to_apply={kernel.entry}")
+                return
+            (shape,), one = instruction.shapes, f"%{instruction.name}.one"
+            given = _plain_type(instruction.operands)
+            yield f"{one} = {_array(shape)} call({given}), to_apply={kernel.entry}"
+            yield self._written(instruction, "tuple", operands=one)
+        else:
+            raise cannot_run(instruction, f"the custom call {target!r} is not known")
+
+    def _started(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """The start of a collective that runs within the fusions that follow."""
+        (collective,) = computation.operands(instruction)
+        arrays = [*computation.operands(collective), collective]
+        if len(collective.shapes) != 1 or len(arrays) != 2:
+            raise cannot_run(instruction, "it starts a collective of several arrays")
+        for one, shape in zip(arrays, instruction.shapes):
+            if (one.shapes[0].dtype, one.shapes[0].dims) != (shape.dtype, shape.dims):
+                raise cannot_run(instruction, "its result is not its operand and its result")
+        members = [f"%{one.name}" for one in arrays]
+        for number, shape in enumerate(instruction.shapes[2:]):
+            yield from _zeros(f"%{instruction.name}.part{number}", shape)
+            members.append(f"%{instruction.name}.part{number}")
+        yield self._written(instruction, "tuple", operands=", ".join(members))
+
+
+def _zeros(name: str, shape: Shape) -> Iterator[str]:
+    zero = "false" if shape.dtype == "pred" else "0"
+    if not shape.dims:
+        yield f"{name} = {shape.dtype}[] constant({zero})"
+        return
+    yield f"{name}.zero = {shape.dtype}[] constant({zero})"
+    yield f"{name} = {_array(shape)} broadcast({name}.zero), dimensions={{}}"
+
+
+def _parts(type_text: str) -> list[str]:
+    """The members of a tuple's type, as text."""
+    inner = re.sub(r"/\*.*?\*/", "", type_text.strip())[1:-1]
+    parts, depth, start = [], 0, 0
+    for at, c in enumerate(inner):
+        depth += (c in "{[(") - (c in "}])")
+        if c == "," and depth == 0:
+            parts.append(inner[start:at].strip())
+            start = at + 1
+    return [*parts, inner[start:].strip()]
