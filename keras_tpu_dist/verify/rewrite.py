@@ -14,8 +14,10 @@ moved or exchanged stays so. What changes is how it is written down:
 Anything else that is unknown is an error, never a guess.
 """
 
+import functools
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,6 +72,8 @@ _PLAIN = {
 }  # fmt: skip
 # Custom calls of the TPU compiler that return their operand.
 _IDENTITIES = {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+# Elements of the largest array for which it is found out whether tiles matter for a bitcast.
+_MOST_COMPARED = 2**22
 _FLOATS = ("bf16", "f16", "f32", "f64")
 
 
@@ -196,6 +200,115 @@ def _order(shape: Shape) -> list[int]:
     if not fastest_first:
         return list(range(len(shape.dims)))
     return [int(d) for d in fastest_first.split(",")][::-1]
+
+
+def _tiles(shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """The tiles of an array, each within the one before."""
+    found = re.search(r":T((?:\([\d,]*\))+)", shape.layout)
+    return tuple(_ints(tile) for tile in re.findall(r"\(([\d,]*)\)", found[1])) if found else ()
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _cut_dims(
+    dims: Sequence[int], tile: tuple[int, ...]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """How dimensions are cut by a tile, which belongs to the last of them.
+
+    Returns:
+        The dimensions filled up to whole tiles; these with each tiled one as number and size of
+        tiles; the dimensions afterwards, all numbers before all sizes; and the order of that.
+    """
+    dims = [*[1] * (len(tile) - len(dims)), *dims]
+    rest = len(dims) - len(tile)
+    numbers = [-(-size // step) for size, step in zip(dims[rest:], tile)]
+    filled = [*dims[:rest], *(n * step for n, step in zip(numbers, tile))]
+    paired = [*dims[:rest], *(part for pair in zip(numbers, tile) for part in pair)]
+    order = [*range(rest), *range(rest, len(paired), 2), *range(rest + 1, len(paired), 2)]
+    return filled, paired, [paired[d] for d in order], order
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiles_matter(
+    source: tuple[int, ...],
+    source_tiles: tuple[tuple[int, ...], ...],
+    result: tuple[int, ...],
+    result_tiles: tuple[tuple[int, ...], ...],
+) -> bool:
+    """Whether the elements of two arrays of the same bytes come in another order for their tiles.
+
+    Args:
+        source: Dimensions in the order of the layout, the slowest first.
+        source_tiles: Its tiles.
+        result: The dimensions of the other one.
+        result_tiles: Its tiles.
+    """
+    if math.prod(source) > _MOST_COMPARED:
+        return True
+    one, other = _in_memory(source, source_tiles), _in_memory(result, result_tiles)
+    # Of different sizes in memory: one is a part of the other's bytes, in the order of the layout.
+    return one.size == other.size and not np.array_equal(one, other)
+
+
+def _in_memory(dims: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """The numbers of an array's elements in the order of its bytes, -1 between them."""
+    array = np.arange(math.prod(dims)).reshape(dims)
+    for tile in tiles:
+        filled, paired, _, order = _cut_dims(array.shape, tile)
+        array = array.reshape([*[1] * (len(filled) - array.ndim), *array.shape])
+        missing = [(0, n - size) for n, size in zip(filled, array.shape)]
+        array = np.pad(array, missing, constant_values=-1).reshape(paired).transpose(order)
+    return array.ravel()
+
+
+class _Steps:
+    """Lines that move the elements of one array."""
+
+    def __init__(self, name: str, dtype: str, last: str):
+        self.lines: list[str] = []
+        self.last = last
+        self._name, self._dtype = name, dtype
+
+    def _add(self, dims: Sequence[int], computed: str) -> None:
+        step = f"%{self._name}.step{len(self.lines)}"
+        self.lines.append(f"{step} = {self._dtype}[{_listed(dims)}] {computed}")
+        self.last = step
+
+    def transpose(self, order: Sequence[int], dims: Sequence[int]) -> None:
+        self._add(dims, f"transpose({self.last}), dimensions={{{_listed(order)}}}")
+
+    def reshape(self, dims: Sequence[int]) -> None:
+        self._add(dims, f"reshape({self.last})")
+
+    def converted(self, dtype: str, dims: Sequence[int]) -> None:
+        self._dtype = dtype
+        self._add(dims, f"bitcast-convert({self.last})")
+
+    def cut(self, dims: Sequence[int], tile: tuple[int, ...]) -> list[int]:
+        """Takes an array apart into tiles."""
+        filled, paired, after, order = _cut_dims(dims, tile)
+        longer = [*[1] * (len(filled) - len(dims)), *dims]
+        self.reshape(longer)
+        source = self.last
+        zero = "false" if self._dtype == "pred" else "0"
+        self._add([], f"constant({zero})")
+        padding = "x".join(f"0_{n - size}" for n, size in zip(filled, longer))
+        self._add(filled, f"pad({source}, {self.last}), padding={padding}")
+        self.reshape(paired)
+        self.transpose(order, after)
+        return after
+
+    def joined(self, dims: Sequence[int], tile: tuple[int, ...]) -> None:
+        """Puts tiles together to an array."""
+        filled, paired, _, order = _cut_dims(dims, tile)
+        self.transpose(np.argsort(order).tolist(), paired)
+        self.reshape(filled)
+        longer = [*[1] * (len(filled) - len(dims)), *dims]
+        cuts = ", ".join(f"[0:{size}]" for size in longer)
+        self._add(longer, f"slice({self.last}), slice={{{cuts}}}")
+        self.reshape(dims)
 
 
 @dataclass
@@ -386,24 +499,40 @@ class _Rewriter:
         yield from self._typed(computation, instruction, wanted, results, attributes, sources)
 
     def _bitcast(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """The same bytes as another array: transposed, reshaped, transposed.
+
+        Bytes lie in the order of the layout, and within that tile by tile. Where tiles make a
+        difference, they are taken apart and put together as well.
+        """
         (result,), (operand,) = instruction.shapes, computation.operands(instruction)
         (source,), name = operand.shapes, instruction.name
         if source.dtype != result.dtype and source.size != result.size:
             raise cannot_run(instruction, "it joins or splits elements")
         was, now = _order(source), _order(result)
+        steps = _Steps(name, source.dtype, f"%{operand.name}")
         flat = [source.dims[d] for d in was]
-        yield (
-            f"%{name}.m = {_array(source, tuple(flat))} transpose(%{operand.name}), "
-            f"dimensions={{{_listed(was)}}}"
+        steps.transpose(was, flat)
+        tiles_matter = _tiles_matter(
+            tuple(flat), _tiles(source), tuple(result.dims[d] for d in now), _tiles(result)
         )
-        last = f"%{name}.m"
+        if tiles_matter:
+            for tile in _tiles(source):
+                flat = steps.cut(flat, tile)
         if source.dtype != result.dtype:
-            last = f"%{name}.t"
-            yield f"{last} = {_array(result, tuple(flat))} bitcast-convert(%{name}.m)"
-        ordered = tuple(result.dims[d] for d in now)
-        yield f"%{name}.r = {_array(result, ordered)} reshape({last})"
+            steps.converted(result.dtype, flat)
+        ordered = [result.dims[d] for d in now]
+        if tiles_matter:
+            shapes = [ordered]
+            for tile in _tiles(result):
+                shapes.append(_cut_dims(shapes[-1], tile)[2])
+            steps.reshape(shapes[-1])
+            for tile, shape in zip(_tiles(result)[::-1], shapes[-2::-1]):
+                steps.joined(shape, tile)
+        else:
+            steps.reshape(ordered)
+        yield from steps.lines
         back = np.argsort(np.array(now, int))
-        yield f"%{name} = {_array(result)} transpose(%{name}.r), dimensions={{{_listed(back)}}}"
+        yield f"%{name} = {_array(result)} transpose({steps.last}), dimensions={{{_listed(back)}}}"
 
     def _collective(self, instruction: Instruction, opcode: str, type_text: str = "") -> str:
         found = attributes_of(instruction)
