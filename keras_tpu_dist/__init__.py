@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
     from keras_tpu_dist.freezing import freeze as freeze
     from keras_tpu_dist.hardware.calibration import Calibration as Calibration
+    from keras_tpu_dist.replay import Verification as Verification
+    from keras_tpu_dist.replay import verify as verify
     from keras_tpu_dist.searches.compare import compare as compare
     from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.searches.search import search as search
@@ -77,6 +79,8 @@ _LATER = {
     "freeze": "freezing",
     "read_profile": "dryrun.measured",
     "search": "searches.search",
+    "Verification": "replay",
+    "verify": "replay",
 }
 
 

@@ -70,7 +70,15 @@ PACKAGES["checkup"] = {
     "partitioner",
     "processes",
 }
-PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
+PACKAGES["replay"] = {*PACKAGES["checkup"], "checkup"}
+PACKAGES["strategy"] = {*PACKAGES} - {
+    "recurrence",
+    "layers",
+    "callbacks",
+    "checkpoint",
+    "freezing",
+    "replay",
+}
 PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy", "tables"}
 PACKAGES["shell"] = {*PACKAGES}
 PACKAGES["__main__"] = {"shell"}

@@ -54,6 +54,25 @@ KINDS = {"train": "train", "evaluate": "test", "predict": "predict", "generate":
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What is needed to run a lowered program.
+
+    Args:
+        steps: How many steps it has.
+        shapes: One batch `(x, y, sample_weight)`, described.
+        placed: The program's batch, described: padded, and stacked if there are several steps.
+        returned: The numbers of the state's values that the program returns.
+        kernels: The equations of its hand-written kernels.
+    """
+
+    steps: int
+    shapes: tuple[Any, Any, Any]
+    placed: PlacedBatch
+    returned: tuple[int, ...]
+    kernels: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Lowered:
     """A step ready for a compiler.
 
@@ -83,9 +102,7 @@ class Lowered:
             them, it compiles without.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
-        batch: The program's batch, described, if it is to be run.
-        kernels: The equations of its hand-written kernels, likewise.
-        returned: The numbers of the state's values that the program returns, likewise.
+        launch: What is needed to run it, if asked for.
     """
 
     program: bytes
@@ -110,9 +127,7 @@ class Lowered:
     optional_options: tuple[str, ...] = ()
     tokens_loop: TokenLoop | None = None
     calibration: Calibration | None = None
-    batch: PlacedBatch | None = None
-    kernels: tuple[Any, ...] = ()
-    returned: tuple[int, ...] = ()
+    launch: "Launch | None" = None
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates.
@@ -155,7 +170,7 @@ def lower(
     batch_size: int,
     mode: str = "train",
     platform: str = "tpu",
-    steps: int = 1,
+    steps: int | None = 1,
     to_run: bool = False,
 ) -> Lowered:
     """Builds a model without memory and lowers its step for the strategy's mesh.
@@ -163,7 +178,7 @@ def lower(
     See `keras_tpu_dist.dry_run` for the arguments.
 
     Args:
-        steps: Steps of the program. Several are one launch, as with `steps_per_execution`.
+        steps: Steps of the program. Several are one launch; `None` for `steps_per_execution`.
         to_run: Whether the program is to be run on simulated devices.
 
     Returns:
@@ -188,6 +203,8 @@ def lower(
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
+        per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
+        steps = per_launch if steps is None else steps
         step, loop = jitted_step(model, kind, placer, donate, scanned=steps > 1), None
         if steps > 1:
             placed = placer.describe_many(placed, steps)
@@ -195,7 +212,6 @@ def lower(
             step, state, loop = _generating(model, placer, state, placed)
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
-        per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
         flops = _flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -220,9 +236,7 @@ def lower(
             notes=tuple(notes),
             model_flops=flops,
             tokens_loop=loop,
-            batch=placed if to_run else None,
-            kernels=_kernels(step, state, placed, exported) if to_run else (),
-            returned=_returned(exported) if to_run else (),
+            launch=_launch(step, state, placed, exported, steps, batch) if to_run else None,
             **_compiler_options(strategy, platform),
         )
 
@@ -510,29 +524,32 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
 
 
-def _returned(exported: jax.export.Exported) -> tuple[int, ...]:
-    """The numbers of the state's values that a step returns; it leaves out those it only reads."""
+def _launch(
+    step: Callable,
+    state: tuple,
+    placed: PlacedBatch,
+    exported: jax.export.Exported,
+    steps: int,
+    shapes: tuple,
+) -> Launch:
+    """What is needed to run a program."""
     numbered = jax.tree.unflatten(exported.out_tree, range(len(exported.out_avals)))
-    changes = [value for group in numbered[1] for value in group]
-    return tuple(n for n, value in enumerate(changes) if value is not None)
+    # A step leaves out values that it only reads.
+    after = [value for group in numbered[1] for value in group]
+    returned = tuple(n for n, value in enumerate(after) if value is not None)
 
-
-def _kernels(
-    step: Callable, state: tuple, placed: PlacedBatch, exported: jax.export.Exported
-) -> tuple[Any, ...]:
-    """The equations of a step's hand-written kernels."""
-    if b"tpu_custom_call" not in exported.mlir_module_serialized:
-        return ()
-
-    def of(jaxpr: Any) -> Iterator[Any]:
+    def kernels(jaxpr: Any) -> Iterator[Any]:
         for equation in opened(jaxpr).eqns:
             if equation.primitive.name == "pallas_call":
                 yield equation
             else:
                 for inner in inner_jaxprs(equation):
-                    yield from of(inner)
+                    yield from kernels(inner)
 
-    return tuple(of(jax.jit(step).trace(state, placed).jaxpr))
+    found: tuple[Any, ...] = ()
+    if b"tpu_custom_call" in exported.mlir_module_serialized:
+        found = tuple(kernels(jax.jit(step).trace(state, placed).jaxpr))
+    return Launch(steps, shapes, placed, returned, found)
 
 
 def export_step(

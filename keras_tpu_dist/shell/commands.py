@@ -22,6 +22,7 @@ from keras_tpu_dist.hardware.topology import Topology, all_names
 from keras_tpu_dist.layers import convert
 from keras_tpu_dist.layers.experts import is_routed
 from keras_tpu_dist.processes import initialize
+from keras_tpu_dist.replay import verify
 from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest
 from keras_tpu_dist.searches import search as searching
@@ -63,6 +64,22 @@ def _dry_run(options: Namespace) -> Answered:
             calibration=options.calibration,
         )
     return with_page(options, result), 1 if result.fits is False else 0
+
+
+def _verify(options: Namespace) -> Answered:
+    check_page(options)
+    with show_progress():
+        found = verify(
+            given.build_function(options.build),
+            given.strategy_of(options),
+            **given.inputs_of(options),
+            batch_size=options.batch_size,
+            mode=options.mode,
+            steps=options.steps,
+            as_on_chip=options.as_on_chip,
+            timeout=options.timeout,
+        )
+    return with_page(options, found), 0 if found.equal else 1
 
 
 def _largest_batch(options: Namespace) -> Answered:
@@ -284,6 +301,7 @@ COMMANDS: dict[str, Callable[[Namespace], Answered]] = {
     "compare": _compare,
     "dry-run": _dry_run,
     "largest-batch": _largest_batch,
+    "verify": _verify,
     "check": _check,
     "lint": _lint,
     "explain": _explain,

@@ -165,6 +165,24 @@ def _dry_run(parser: Parser) -> None:
     _written(parser)
 
 
+def _verify(parser: Parser) -> None:
+    _build(parser)
+    _slice(parser)
+    _strategy(parser)
+    _batch_size(parser)
+    _inputs(parser)
+    _how(parser)
+    parser.add_argument(
+        "--steps", type=int, help="steps of a launch; default: steps_per_execution of compile"
+    )
+    parser.add_argument(
+        "--as-on-chip",
+        action="store_true",
+        help="round operands of products to bfloat16, as the chip does",
+    )
+    _written(parser)
+
+
 def _lint(parser: Parser) -> None:
     _build(parser, "; or one that returns (model, strategy)")
     _here(parser)
@@ -422,6 +440,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
         _dry_run,
     ),
     "largest-batch": ("find the largest batch that fits on a slice", _largest_batch),
+    "verify": (
+        "run what the TPU compiler makes of a model, without a TPU, beside one device; exit code "
+        "1 if they differ",
+        _verify,
+    ),
     "check": (
         "check that the devices here compute correctly, and how fast; exit code 1 if not",
         _check,

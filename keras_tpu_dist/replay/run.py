@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +18,15 @@ from keras_tpu_dist.checkup.bounds import gap, largest
 from keras_tpu_dist.checkup.prepared import State, is_half, nudged
 from keras_tpu_dist.common.checks import check_seconds
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.dryrun.build import Build, Lowered, checked_mode, fresh_optimizer, lower
+from keras_tpu_dist.dryrun.build import (
+    KINDS,
+    Build,
+    Launch,
+    Lowered,
+    checked_mode,
+    fresh_optimizer,
+    lower,
+)
 from keras_tpu_dist.dryrun.compile import (
     cpu_environment,
     has_libtpu,
@@ -32,13 +40,13 @@ from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.processes.arrays import whole
+from keras_tpu_dist.replay import execute
+from keras_tpu_dist.replay.kernels import interpreted, kernel_name
+from keras_tpu_dist.replay.passes import first_wrong
+from keras_tpu_dist.replay.report import Row, Verification
+from keras_tpu_dist.replay.rewrite import runnable
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.verify import execute
-from keras_tpu_dist.verify.kernels import interpreted
-from keras_tpu_dist.verify.passes import first_wrong
-from keras_tpu_dist.verify.report import Row, Verification
-from keras_tpu_dist.verify.rewrite import runnable
 
 # Equal: as the promise for float32 (docs/ragged.md); in half precision, and where the chip's own
 # rounding is asked for, a few times the 8 bits of bfloat16. Where the model itself amplifies
@@ -47,8 +55,8 @@ from keras_tpu_dist.verify.rewrite import runnable
 _FLOAT32, _HALF = 1e-5, 5e-2
 _TIMES, _TIMES_OF_HALF, _DRAWS = 8.0, 16.0, 2
 _MODES = ("train", "evaluate", "predict")
-# They store operands of products as bfloat16, which a chip rounds them to anyway: without them, what
-# is left is float32, and comparable to 1e-5.
+# They store operands of products as bfloat16, which a chip rounds them to anyway. Without them,
+# what is left is float32, and comparable to 1e-5.
 ROUNDING_PASSES = (
     "bfloat16-propagation",
     "bf16-conversion-folding",
@@ -129,25 +137,25 @@ def verify(
     _check(strategy, mode, steps, timeout)
     given = Given(x, y, sample_weight, batch_size, sequence_length)
     with stages(f"verify, {mode}", 4) as begin:
+        begin("building and lowering for the slice")
+        lowered = lower(
+            build,
+            strategy,
+            **given_inputs(x, y, sample_weight, sequence_length),
+            batch_size=batch_size,
+            mode=mode,
+            steps=steps,
+            to_run=True,
+        )
+        assert lowered.launch is not None
         begin("running on one device")
-        with _alone(build, strategy, given, mode, steps, as_on_chip) as reference:
-            per_launch = reference.steps
-            begin("building and lowering for the slice")
-            lowered = lower(
-                build,
-                strategy,
-                **given_inputs(x, y, sample_weight, sequence_length),
-                batch_size=batch_size,
-                mode=mode,
-                steps=per_launch,
-                to_run=True,
-            )
-            begin("compiling for the TPU")
-            compiled = _Compiled(lowered, reference, timeout, as_on_chip)
-            begin("running the TPU's program")
-            rows = compiled.rows()
-            wrong = [row for row in rows if not row.equal]
-            found = first_wrong(compiled) if wrong and not as_on_chip else None
+        reference = _alone(build, strategy, given, mode, lowered.launch, as_on_chip)
+        begin("compiling for the TPU")
+        compiled = _Compiled(lowered, reference, timeout, as_on_chip)
+        begin("running the TPU's program")
+        rows = compiled.rows()
+        wrong = [row for row in rows if not row.equal]
+        found = first_wrong(compiled) if wrong and not as_on_chip else None
     slice_ = lowered.topology
     assert slice_ is not None
     return Verification(
@@ -157,7 +165,7 @@ def verify(
         topology=slice_.name,
         mesh=dict(lowered.axes),
         batch_size=int(batch_size),
-        steps=per_launch,
+        steps=lowered.launch.steps,
         launches=len(reference.launches),
         libtpu=version_text(libtpu_version()),
         as_on_chip=as_on_chip,
@@ -211,7 +219,6 @@ class _Reference:
 
     Args:
         name: The model's name.
-        steps: Steps of a launch.
         launches: For each launch its batches, on the host.
         state: The values before the first step.
         names: The names of the results.
@@ -220,7 +227,6 @@ class _Reference:
     """
 
     name: str
-    steps: int
     launches: list[list[Any]]
     state: State
     names: list[str]
@@ -228,47 +234,41 @@ class _Reference:
     allowed: list[float]
 
 
-@contextlib.contextmanager
 def _alone(
     build: Build,
     strategy: Strategy,
     given: Given,
     mode: str,
-    steps: int | None,
+    launch: Launch,
     as_on_chip: bool,
-) -> Iterator[_Reference]:
-    """The model, built with values, after some steps of stock Keras on one device."""
-    from keras_tpu_dist.dryrun.build import described
-
-    kind = {"train": "train", "evaluate": "test", "predict": "predict"}[mode]
-    rows, notes = given.batch_size or 0, []
+) -> _Reference:
+    """Builds the model with values, and runs some steps of stock Keras on one device."""
+    kind, shapes = KINDS[mode], launch.shapes
     device = jax.local_devices(backend="cpu")[0]
-    with described(build, strategy, given.by_name(), rows, mode, notes) as (_, shapes):
-        pass  # before anything is built with values: it checks the arguments
     with aside(), on_one(device), _with_values(build, shapes, mode) as model:
-        spe = model.steps_per_execution if getattr(model, "compiled", False) else 1
-        per_launch = steps or (spe if isinstance(spe, int) else 4)
-        number = 2 if per_launch == 1 and mode == "train" else 1
+        # With one step, the second launch starts from what the first has computed.
+        number = 2 if launch.steps == 1 and mode == "train" else 1
         launches = [
             [
-                values(model, shapes, given, strategy.placer, launch * per_launch + step)
-                for step in range(per_launch)
+                values(model, shapes, given, strategy.placer, n * launch.steps + step)
+                for step in range(launch.steps)
             ]
-            for launch in range(number)
+            for n in range(number)
         ]
         groups = _keras.state_groups(model, kind)
         state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
         names = [v.path for group in groups for v in group]
         run = _stock(model, kind)
         logs, results = run(state, launches)
-        half = as_on_chip or is_half(model)
+        # Kernels may store what they multiply as bfloat16, as the chip would round it.
+        half = as_on_chip or is_half(model) or "bf16" in str(launch.kernels)
         moved = [run(*_nudged_all(state, launches, half, seed))[1] for seed in range(_DRAWS)]
-        least, times = (_HALF, _TIMES_OF_HALF) if half else (_FLOAT32, _TIMES)
-        allowed = [
-            max(least, *(times * gap(other[n], one) for other in moved))
-            for n, one in enumerate(results)
-        ]
-        yield _Reference(model.name, per_launch, launches, state, [*logs, *names], results, allowed)
+    least, times = (_HALF, _TIMES_OF_HALF) if half else (_FLOAT32, _TIMES)
+    allowed = [
+        max(least, *(times * gap(other[n], one) for other in moved))
+        for n, one in enumerate(results)
+    ]
+    return _Reference(model.name, launches, state, [*logs, *names], results, allowed)
 
 
 @contextlib.contextmanager
@@ -337,20 +337,16 @@ class _Compiled:
     """
 
     def __init__(self, lowered: Lowered, reference: _Reference, timeout: float, as_on_chip: bool):
-        self._lowered, self._reference, self._timeout = lowered, reference, timeout
-        self._as_on_chip = as_on_chip
-        self._kernels = interpreted(lowered.kernels)
+        assert lowered.launch is not None
+        assert lowered.topology is not None
+        self._lowered, self._launch, self._reference = lowered, lowered.launch, reference
+        self._where = lowered.topology.name
+        self._timeout, self._as_on_chip = timeout, as_on_chip
+        self._kernels = interpreted(self._launch.kernels)
         self._answer = self._compile({})
         program = parse(self._answer["text"])
         self.instructions = sum(len(computation.instructions) for computation in program)
-        names = {equation.params.get("name") or "kernel" for equation in lowered.kernels}
-        self.kernels = tuple(sorted(str(name) for name in names))
-
-    @property
-    def where(self) -> str:
-        """The slice."""
-        assert self._lowered.topology is not None
-        return self._lowered.topology.name
+        self.kernels = tuple(sorted({kernel_name(each) for each in self._launch.kernels}))
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
         job = job_of(self._lowered, "exact") | {"to_run": True}
@@ -359,7 +355,7 @@ class _Compiled:
             passes = [*ROUNDING_PASSES, wanted.get(DISABLED_PASSES, "")]
             wanted[DISABLED_PASSES] = ",".join(name for name in passes if name)
         job["compiler_options"] = wanted
-        answer, _ = run_compiler(self._lowered, job, self._timeout, self.where)
+        answer, _ = run_compiler(self._lowered, job, self._timeout, self._where)
         if error := answer.get("error"):
             raise RuntimeError(
                 message(
@@ -415,8 +411,7 @@ class _Compiled:
         Raises:
             CannotRun: If a program has an operation that is not known.
         """
-        answer, lowered, reference = self._answer, self._lowered, self._reference
-        number = len(lowered.devices)
+        answer, number = self._answer, len(self._lowered.devices)
         program_texts = [
             runnable(parse(text), number, kernels=self._kernels, as_on_chip=self._as_on_chip)
             for text in texts
@@ -433,19 +428,18 @@ class _Compiled:
             "shapes": answer["shapes"],
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
-        ran, _ = run_job(job, cpu_environment(number), self._timeout, self.where)
+        ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
         if error := ran.get("error"):
             raise RuntimeError(error)
         return [
-            each if isinstance(each, str) else self._compared(reference, each)
+            each if isinstance(each, str) else self._compared(self._reference, each)
             for each in ran["results"]
         ]
 
     def _arguments(self) -> tuple[list[list[Any]], dict[int, int]]:
         """The arguments of each launch, and from those that are carried to their results."""
         state = [value for group in self._reference.state for value in group]
-        batch = self._lowered.batch
-        assert batch is not None
+        batch, stacked = self._launch.placed, self._launch.steps > 1
         launches = []
         for number, batches in enumerate(self._reference.launches):
             columns = zip(*(flatten(each)[0] for each in batches), strict=True)
@@ -453,7 +447,6 @@ class _Compiled:
             for column, slot, shape in zip(
                 columns, batch.slots, flatten(batch.data)[0], strict=True
             ):
-                stacked = self._reference.steps > 1
                 array = np.stack(column) if stacked else np.asarray(column[0])
                 if slot.axis is not None:
                     axis = slot.axis + stacked
@@ -467,7 +460,7 @@ class _Compiled:
         state = sum(len(group) for group in reference.state)
         outputs = len(reference.results) - state
         # Evaluation and prediction return only values that they change.
-        chosen = [*range(outputs), *(outputs + n for n in self._lowered.returned)]
+        chosen = [*range(outputs), *(outputs + n for n in self._launch.returned)]
         rows = []
         for (found, apart), n in zip(results, chosen, strict=True):
             right = reference.results[n]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.hlo.parse import Instruction, Shape
-from keras_tpu_dist.verify.rewrite import Kernel, Kernels, cannot_run
+from keras_tpu_dist.replay.rewrite import Kernel, Kernels, cannot_run
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "bool": "pred"}
 _REFERENCES = re.compile(
@@ -70,10 +70,17 @@ def _key(equation: Any) -> tuple:
             (_dtype(variable.aval.dtype), tuple(variable.aval.shape)) for variable in variables
         )
 
-    name = (
-        equation.params["name_and_src_info"].name if "name_and_src_info" in equation.params else ""
-    )
-    return name or equation.params.get("name", ""), texts(equation.invars), texts(equation.outvars)
+    return kernel_name(equation), texts(equation.invars), texts(equation.outvars)
+
+
+def kernel_name(equation: Any) -> str:
+    """The name of a kernel.
+
+    Args:
+        equation: Its `pallas_call`.
+    """
+    named = equation.params.get("name_and_src_info")
+    return str(equation.params.get("name") if named is None else named.name)
 
 
 def _texts(shapes: Iterable[Shape]) -> tuple:

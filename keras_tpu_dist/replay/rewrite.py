@@ -56,11 +56,12 @@ _COLLECTIVES = {
 }
 # As HLO defines them, operands and results have one dtype.
 _ELEMENTWISE = {
-    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "cosine", "count-leading-zeros", "divide", "erf",
-    "exponential", "exponential-minus-one", "floor", "log", "log-plus-one", "logistic", "maximum",
-    "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "remainder",
-    "round-nearest-afz", "round-nearest-even", "rsqrt", "shift-left", "shift-right-arithmetic",
-    "shift-right-logical", "sign", "sine", "sqrt", "subtract", "tan", "tanh", "xor",
+    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "cosine", "count-leading-zeros",
+    "divide", "erf", "exponential", "exponential-minus-one", "floor", "log", "log-plus-one",
+    "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power",
+    "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "shift-left",
+    "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "subtract",
+    "tan", "tanh", "xor",
 }  # fmt: skip
 # Nothing to change but layouts and what says nothing about values.
 _PLAIN = {
@@ -467,7 +468,8 @@ class _Rewriter:
             yield f"%{name} = {_array(shapes[0])} convert(%{name}.wide)"
             return
         for number, shape in enumerate(shapes):
-            yield f"%{name}.g{number} = {wide[number]} get-tuple-element(%{name}.wide), index={number}"
+            member = f"get-tuple-element(%{name}.wide), index={number}"
+            yield f"%{name}.g{number} = {wide[number]} {member}"
             yield f"%{name}.c{number} = {_array(shape)} convert(%{name}.g{number})"
         members = ", ".join(f"%{name}.c{number}" for number in range(len(shapes)))
         yield f"%{name} = ({', '.join(map(_array, shapes))}) tuple({members})"

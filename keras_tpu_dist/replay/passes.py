@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from keras_tpu_dist.hardware.versions import TPU_FAULTS
-from keras_tpu_dist.verify.report import Row, WrongPass
-from keras_tpu_dist.verify.rewrite import CannotRun
+from keras_tpu_dist.replay.report import Row, WrongPass
+from keras_tpu_dist.replay.rewrite import CannotRun
 
 # module_0004.jit_call.cl_1.0063.the-pipeline.after_the-pass.before_the-next.txt
 _DUMP = re.compile(r"\.(\d+)\.[^/]*?\.?after_([^/]+?)\.before_([^/]+?)\.txt$")
