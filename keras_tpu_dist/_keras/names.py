@@ -366,6 +366,14 @@ ATTRIBUTES = (
 )
 # Not every Keras has them: they are looked up when they are used.
 OPTIONAL = (
+    # A process that runs a TPU's program on simulated devices reads them; `fit` does not.
+    *_each(
+        "jax._src",
+        "compiler",
+        "options of a program of replicas",
+        "jax.export of replicas",
+    ),
+    *_each("jax._src.lib", "_jax", "HLO as text, compiled", "jax.export that reads HLO"),
     *_each(
         f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
         "_epoch",

@@ -170,7 +170,7 @@ def lower(
     batch_size: int,
     mode: str = "train",
     platform: str = "tpu",
-    steps: int | None = 1,
+    steps: int = 1,
     to_run: bool = False,
 ) -> Lowered:
     """Builds a model without memory and lowers its step for the strategy's mesh.
@@ -178,7 +178,7 @@ def lower(
     See `keras_tpu_dist.dry_run` for the arguments.
 
     Args:
-        steps: Steps of the program. Several are one launch; `None` for `steps_per_execution`.
+        steps: Steps of the program. Several are one launch; 0 for `steps_per_execution`.
         to_run: Whether the program is to be run on simulated devices.
 
     Returns:
@@ -197,22 +197,22 @@ def lower(
         model, batch = stack.enter_context(
             described(build, strategy, given, batch_size, mode, notes)
         )
-        findings = _findings(strategy, model, batch_size)
         # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
         per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
-        steps = per_launch if steps is None else steps
-        step, loop = jitted_step(model, kind, placer, donate, scanned=steps > 1), None
-        if steps > 1:
-            placed = placer.describe_many(placed, steps)
+        steps = steps or per_launch
+        loop = None
         if mode == "generate":
             step, state, loop = _generating(model, placer, state, placed)
+        else:
+            step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
+            placed = placer.describe_many(placed, steps) if steps > 1 else placed
         exported = export_step(step, state, placed, platform, notes)
-        topology = strategy.topology or of_devices(strategy.mesh.devices)
         flops = _flops(model, batch, mode, notes)
+        topology = strategy.topology or of_devices(strategy.mesh.devices)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -225,18 +225,17 @@ def lower(
             rows=operator.index(batch_size),
             tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
-            # These are the names of operations in MLIR's bytecode.
-            overstated=any(
-                name in exported.mlir_module_serialized for name in (b"while", b"convolution")
-            ),
+            overstated=_is_overstated(exported),
             steps_per_execution=per_launch,
             ready_bytes=_batches_ready(strategy, per_launch, mode) * held.inputs,
             seconds=time.perf_counter() - started,
-            findings=findings,
+            findings=_findings(strategy, model, batch_size),
             notes=tuple(notes),
             model_flops=flops,
             tokens_loop=loop,
-            launch=_launch(step, state, placed, exported, steps, batch) if to_run else None,
+            launch=_launch(step, state, placed, exported, steps or per_launch, batch)
+            if to_run
+            else None,
             **_compiler_options(strategy, platform),
         )
 
@@ -522,6 +521,12 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
     return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
+
+
+def _is_overstated(exported: jax.export.Exported) -> bool:
+    # These are the names of operations in MLIR's bytecode.
+    names = (b"while", b"convolution")
+    return any(name in exported.mlir_module_serialized for name in names)
 
 
 def _launch(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.hlo.parse import Instruction, Shape
-from keras_tpu_dist.replay.rewrite import Kernel, Kernels, cannot_run
+from keras_tpu_dist.replay.rewrite import InterpretedKernel, Interpreter, cannot_run
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "bool": "pred"}
 _REFERENCES = re.compile(
@@ -22,7 +22,7 @@ _REFERENCES = re.compile(
 _HEADER = re.compile(r"^(ENTRY )?([\w.\-]+) \{$", re.MULTILINE)
 
 
-def interpreted(equations: Iterable[Any]) -> Kernels:
+def interpreted(equations: Iterable[Any]) -> Interpreter:
     """Finds the computation for a kernel among the equations of the traced step.
 
     Args:
@@ -35,9 +35,9 @@ def interpreted(equations: Iterable[Any]) -> Kernels:
     by_shapes = defaultdict(list)
     for equation in equations:
         by_shapes[_key(equation)].append(equation)
-    computed: dict[str, Kernel] = {}
+    computed: dict[str, InterpretedKernel] = {}
 
-    def find(instruction: Instruction, operands: list[Shape]) -> Kernel:
+    def find(instruction: Instruction, operands: list[Shape]) -> InterpretedKernel:
         name = _name(instruction)
         key = (name, _texts(operands), _texts(instruction.shapes))
         different = {str(equation.params["jaxpr"]): equation for equation in by_shapes[key]}
@@ -98,7 +98,7 @@ def _name(instruction: Instruction) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1] == "pallas_call" else ""
 
 
-def _computation(equation: Any, number: int) -> Kernel:
+def _computation(equation: Any, number: int) -> InterpretedKernel:
     parameters = {**equation.params, "interpret": True}
 
     def interpret(*arguments: Any) -> Any:
@@ -123,4 +123,4 @@ def _computation(equation: Any, number: int) -> Kernel:
     body = _REFERENCES.sub(prefixed, body)
     (entry,) = (name for is_entry, name in _HEADER.findall(body) if is_entry)
     body = _HEADER.sub(lambda found: f"{prefix}{found[2]} {{", body)
-    return Kernel(prefix + entry, body, len(equation.outvars) > 1)
+    return InterpretedKernel(prefix + entry, body, len(equation.outvars) > 1)

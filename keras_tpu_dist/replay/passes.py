@@ -22,11 +22,19 @@ class Runs(Protocol):
     """A launch that was compiled."""
 
     def dumped(self, folder: str) -> None:
-        """Writes the program after each pass into a folder."""
+        """Writes the program after each pass into a folder.
+
+        Args:
+            folder: The folder.
+        """
         ...
 
     def run(self, texts: list[str]) -> list[list[Row] | str]:
-        """Compares the results of programs."""
+        """Compares the results of programs.
+
+        Args:
+            texts: The programs.
+        """
         ...
 
 

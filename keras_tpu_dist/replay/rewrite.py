@@ -83,7 +83,7 @@ class CannotRun(ValueError):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class InterpretedKernel:
     """A computation that replaces a hand-written kernel.
 
     Args:
@@ -97,10 +97,10 @@ class Kernel:
     is_tuple: bool = True
 
 
-Kernels = Callable[[Instruction, list[Shape]], Kernel]
+Interpreter = Callable[[Instruction, list[Shape]], InterpretedKernel]
 
 
-def _no_kernels(instruction: Instruction, operands: list[Shape]) -> Kernel:
+def _no_kernels(instruction: Instruction, operands: list[Shape]) -> InterpretedKernel:
     raise cannot_run(instruction, "it is a hand-written kernel")
 
 
@@ -126,7 +126,7 @@ def runnable(
     program: Program,
     num_devices: int,
     *,
-    kernels: Kernels = _no_kernels,
+    kernels: Interpreter = _no_kernels,
     as_on_chip: bool = False,
 ) -> str:
     """The text of a program that XLA's CPU client compiles.
@@ -316,7 +316,7 @@ class _Steps:
 class _Rewriter:
     program: Program
     num_devices: int
-    kernels: Kernels
+    kernels: Interpreter
     as_on_chip: bool
     texts: dict[str, str] = field(default_factory=dict)
 

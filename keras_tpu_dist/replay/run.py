@@ -144,7 +144,7 @@ def verify(
             **given_inputs(x, y, sample_weight, sequence_length),
             batch_size=batch_size,
             mode=mode,
-            steps=steps,
+            steps=steps or 0,
             to_run=True,
         )
         assert lowered.launch is not None

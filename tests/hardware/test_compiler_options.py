@@ -1,6 +1,7 @@
 """What the compiler is told: on TPUs that it computes while it sums gradients."""
 
 import pickle
+from importlib import metadata
 
 import jax
 import keras
@@ -9,7 +10,8 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.hardware import compiler_options
+from keras_tpu_dist.common import once
+from keras_tpu_dist.hardware import compiler_options, versions
 from keras_tpu_dist.hardware.compiler_options import (
     OVERLAP,
     WHOLE_PRODUCTS,
@@ -17,12 +19,97 @@ from keras_tpu_dist.hardware.compiler_options import (
     options_for,
 )
 from keras_tpu_dist.hardware.topology import CHIPS
+from keras_tpu_dist.hardware.versions import DISABLED_PASSES
 
 X, Y = data(29)
 FAST = {"xla_cpu_enable_fast_math": False}
 
 
 LARGE = {**OVERLAP, **WHOLE_PRODUCTS}
+# An older libtpu than 0.0.50 gets it on every chip.
+RIGHT = {DISABLED_PASSES: "while-loop-all-reduce-code-motion"}
+
+
+@pytest.fixture(autouse=True)
+def libtpu_without_faults(request, monkeypatch):
+    """Choices of other options are tested without those for the installed libtpu's faults."""
+    if "version" not in request.fixturenames:
+        monkeypatch.setattr(compiler_options, "libtpu_version", lambda: (0, 0, 50))
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [
+        ((0, 0, 41), True),
+        ((0, 0, 42, 1), True),
+        ((0, 0, 49), True),
+        ((0, 0, 50), False),
+        ((0, 0, 50, 1), False),
+        ((0, 1), False),
+        (None, True),
+    ],
+)
+def test_a_pass_that_loses_sums_does_not_run(version, wrong, monkeypatch):
+    """openxla/xla 49143."""
+    monkeypatch.setattr(compiler_options, "libtpu_version", lambda: version)
+    right = RIGHT if wrong else {}
+    for device in (V5E, V6E):
+        for options in ("auto", {}, None):
+            found = options_for(options, device, 8) or {}
+            assert {k: v for k, v in found.items() if k == DISABLED_PASSES} == right
+            assert (DISABLED_PASSES in chosen_names(options, device, 8)) == wrong
+    assert options_for(None, CPU, 8) is None
+    # What is given stays in force, and an empty value switches it off.
+    given = options_for({DISABLED_PASSES: "dce"}, V5E, 8)
+    assert given[DISABLED_PASSES] == ("dce," + RIGHT[DISABLED_PASSES] if wrong else "dce")
+    assert options_for({DISABLED_PASSES: ""}, V6E, 8) == {DISABLED_PASSES: ""}
+
+
+def test_passes_that_the_process_leaves_out_stay_left_out(version, monkeypatch):
+    monkeypatch.setattr(compiler_options, "libtpu_version", lambda: version)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1 --xla_disable_hlo_passes=dce,cse --xla_b=2")
+    found = options_for("auto", V6E, 8)
+    assert found == {DISABLED_PASSES: "dce,cse,while-loop-all-reduce-code-motion"}
+
+
+@pytest.fixture
+def version():
+    return 0, 0, 41
+
+
+@pytest.mark.parametrize(
+    ("version", "reports"),
+    [
+        ((0, 0, 41), []),
+        ((0, 0, 42, 1), ["jax-ml/jax 39025"]),
+        ((0, 0, 43), []),
+        ((0, 0, 45), ["vllm-project/tpu-inference 3329"]),
+        ((0, 0, 50, 1), []),
+        (None, []),
+    ],
+)
+def test_a_libtpu_that_nothing_helps_is_a_warning(version, reports, monkeypatch, caplog):
+    """Also beside a jaxlib that is right: the two are released apart."""
+    once.forget()
+    for module in (compiler_options, versions):
+        monkeypatch.setattr(module, "libtpu_version", lambda: version)
+    for _ in range(2):
+        options_for("auto", V5E, 8)
+    assert len(caplog.records) == len(reports)
+    for report, record in zip(reports, caplog.records):
+        assert record.levelname == "WARNING"
+        said = record.getMessage()
+        assert report in said
+        assert f"libtpu {'.'.join(map(str, version))} is known to compute wrongly" in said
+        assert "pip install --upgrade 'jax[tpu]'" in said
+
+
+def test_the_installed_libtpu_has_a_version():
+    found = [d.version for d in metadata.distributions() if d.metadata["Name"] == "libtpu"]
+    expected = tuple(int(n) for n in found[0].split(".")) if found else None
+    assert versions.libtpu_version() == expected
+
+
 V5E, V6E = (ktd.Topology.parse(f"{chip}:2x4").devices()[0] for chip in ("v5e", "v6e"))
 CPU = jax.devices()[0]
 
@@ -77,7 +164,7 @@ def test_only_v5e_fuses_all_reduces(chip):
 def test_what_a_compiler_refuses_is_left_out_one_by_one(monkeypatch, caplog):
     """CPU's compiler stands for a TPU's that knows two of five options."""
     chosen = {"xla_none_such": 1, **FAST, "xla_nor_this": True}
-    monkeypatch.setattr(compiler_options, "_chosen_for", lambda device, devices, split: chosen)
+    monkeypatch.setattr(compiler_options, "_chosen_for", lambda *_: chosen)
     strategy = ktd.TPUStrategy({"data": 8}, compiler_options={"xla_cpu_enable_fast_min_max": True})
     assert strategy.runner.compiler_options == {**FAST, "xla_cpu_enable_fast_min_max": True}
     for name in ("xla_none_such", "xla_nor_this"):
