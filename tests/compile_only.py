@@ -35,6 +35,7 @@ def compiled_for_tpu(strategy, function, args, topology):
         layer_names=frozenset(),
         overstated=False,
         steps_per_execution=1,
+        steps=1,
         ready_bytes=0,
         seconds=0.0,
         compiler_options=options_for("auto", slice_.devices()[0], slice_.num_devices),

@@ -58,14 +58,12 @@ class Launch:
     """What is needed to run a lowered program.
 
     Args:
-        steps: How many steps it has.
         shapes: One batch `(x, y, sample_weight)`, described.
         placed: The program's batch, described: padded, and stacked if there are several steps.
         returned: The numbers of the state's values that the program returns.
         kernels: The equations of its hand-written kernels.
     """
 
-    steps: int
     shapes: tuple[Any, Any, Any]
     placed: PlacedBatch
     returned: tuple[int, ...]
@@ -90,7 +88,8 @@ class Lowered:
         layer_names: Names of the model's layers.
         overstated: Whether the program has loops or convolutions. Quick compilation reports up to
             three times too much memory for these.
-        steps_per_execution: From `compile`; the program is one step in any case.
+        steps_per_execution: From `compile`.
+        steps: How many steps the program has.
         ready_bytes: Bytes on one device of further batches, which training transfers ahead.
         seconds: Time to build and lower.
         findings: Mistakes in the layouts.
@@ -118,6 +117,7 @@ class Lowered:
     layer_names: frozenset[str]
     overstated: bool
     steps_per_execution: int
+    steps: int
     ready_bytes: int
     seconds: float
     findings: tuple[Finding, ...] = ()
@@ -194,32 +194,26 @@ def lower(
         if platform != "tpu":
             stack.enter_context(plain_operations())
         given = given_inputs(x, y, sample_weight, sequence_length)
-        model, batch = stack.enter_context(
-            described(build, strategy, given, batch_size, mode, notes)
-        )
+        described_model = described(build, strategy, given, batch_size, mode, notes)
+        model, batch = stack.enter_context(described_model)
         # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
         per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
-        steps = steps or per_launch
         loop = None
         if mode == "generate":
             step, state, loop = _generating(model, placer, state, placed)
         else:
-            step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
-            placed = placer.describe_many(placed, steps) if steps > 1 else placed
+            step, placed = _launched(model, placer, kind, placed, donate, steps or per_launch)
         exported = export_step(step, state, placed, platform, notes)
         flops = _flops(model, batch, mode, notes)
-        topology = strategy.topology or of_devices(strategy.mesh.devices)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
             axes=tuple(strategy.mesh.shape.items()),
             devices=tuple(strategy.mesh.devices.flat),
-            topology=topology if platform == "tpu" else None,
-            platform=platform,
             state=held,
             parameters=model.count_params(),
             rows=operator.index(batch_size),
@@ -227,17 +221,29 @@ def lower(
             layer_names=frozenset(_keras.layer_names(model)),
             overstated=_is_overstated(exported),
             steps_per_execution=per_launch,
+            steps=steps or per_launch,
             ready_bytes=_batches_ready(strategy, per_launch, mode) * held.inputs,
             seconds=time.perf_counter() - started,
             findings=_findings(strategy, model, batch_size),
             notes=tuple(notes),
             model_flops=flops,
             tokens_loop=loop,
-            launch=_launch(step, state, placed, exported, steps or per_launch, batch)
-            if to_run
-            else None,
-            **_compiler_options(strategy, platform),
+            launch=_launch(step, state, placed, exported, batch) if to_run else None,
+            **_of_platform(strategy, platform),
         )
+
+
+def _launched(
+    model: keras.Model,
+    placer: BatchPlacer,
+    kind: str,
+    placed: PlacedBatch,
+    donate: bool,
+    steps: int,
+) -> tuple[Callable, PlacedBatch]:
+    """The program of one launch, and its batch."""
+    step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
+    return step, placer.describe_many(placed, steps) if steps > 1 else placed
 
 
 def _batches_ready(strategy: Strategy, steps: int, mode: str) -> int:
@@ -504,15 +510,15 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
     )
 
 
-def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any]:
-    """The strategy's options; none if CPU devices replace a slice."""
+def _of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
+    """The slice, and the strategy's options for the compiler; none if CPU devices replace it."""
+    topology = strategy.topology or of_devices(strategy.mesh.devices)
+    found = {"platform": platform, "topology": topology if platform == "tpu" else None}
     if strategy.mesh.devices.flat[0].platform != platform:
-        return {}
+        return found
     optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)
-    return {
-        "compiler_options": strategy.runner.compiler_options,
-        "optional_options": optional,
-    }
+    options = strategy.runner.compiler_options
+    return {**found, "compiler_options": options, "optional_options": optional}
 
 
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
@@ -534,7 +540,6 @@ def _launch(
     state: tuple,
     placed: PlacedBatch,
     exported: jax.export.Exported,
-    steps: int,
     shapes: tuple,
 ) -> Launch:
     """What is needed to run a program."""
@@ -554,7 +559,7 @@ def _launch(
     found: tuple[Any, ...] = ()
     if b"tpu_custom_call" in exported.mlir_module_serialized:
         found = tuple(kernels(jax.jit(step).trace(state, placed).jaxpr))
-    return Launch(steps, shapes, placed, returned, found)
+    return Launch(shapes, placed, returned, found)
 
 
 def export_step(

@@ -21,7 +21,6 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.build import (
     KINDS,
     Build,
-    Launch,
     Lowered,
     checked_mode,
     fresh_optimizer,
@@ -149,7 +148,7 @@ def verify(
         )
         assert lowered.launch is not None
         begin("running on one device")
-        reference = _alone(build, strategy, given, mode, lowered.launch, as_on_chip)
+        reference = _alone(build, strategy, given, mode, lowered, as_on_chip)
         begin("compiling for the TPU")
         compiled = _Compiled(lowered, reference, timeout, as_on_chip)
         begin("running the TPU's program")
@@ -165,7 +164,7 @@ def verify(
         topology=slice_.name,
         mesh=dict(lowered.axes),
         batch_size=int(batch_size),
-        steps=lowered.launch.steps,
+        steps=lowered.steps,
         launches=len(reference.launches),
         libtpu=version_text(libtpu_version()),
         as_on_chip=as_on_chip,
@@ -239,19 +238,21 @@ def _alone(
     strategy: Strategy,
     given: Given,
     mode: str,
-    launch: Launch,
+    lowered: Lowered,
     as_on_chip: bool,
 ) -> _Reference:
     """Builds the model with values, and runs some steps of stock Keras on one device."""
+    launch, steps = lowered.launch, lowered.steps
+    assert launch is not None
     kind, shapes = KINDS[mode], launch.shapes
     device = jax.local_devices(backend="cpu")[0]
     with aside(), on_one(device), _with_values(build, shapes, mode) as model:
         # With one step, the second launch starts from what the first has computed.
-        number = 2 if launch.steps == 1 and mode == "train" else 1
+        number = 2 if steps == 1 and mode == "train" else 1
         launches = [
             [
-                values(model, shapes, given, strategy.placer, n * launch.steps + step)
-                for step in range(launch.steps)
+                values(model, shapes, given, strategy.placer, n * steps + step)
+                for step in range(steps)
             ]
             for n in range(number)
         ]
@@ -439,7 +440,7 @@ class _Compiled:
     def _arguments(self) -> tuple[list[list[Any]], dict[int, int]]:
         """The arguments of each launch, and from those that are carried to their results."""
         state = [value for group in self._reference.state for value in group]
-        batch, stacked = self._launch.placed, self._launch.steps > 1
+        batch, stacked = self._launch.placed, self._lowered.steps > 1
         launches = []
         for number, batches in enumerate(self._reference.launches):
             columns = zip(*(flatten(each)[0] for each in batches), strict=True)
