@@ -36,6 +36,26 @@ def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
     return devices[0].client.compile_and_load(program, _jax.DeviceList(tuple(devices)), options)
 
 
+def whole_text(compiled: Any) -> str:
+    """The text of a compiled program with the values of all of its constants.
+
+    Public replacement: `Compiled.as_text`, which leaves out those of large constants.
+
+    Args:
+        compiled: A `jax.stages.Compiled`.
+    """
+    from jax._src.lib import _jax
+
+    try:
+        from jaxlib._hlo import HloPrintOptions  # jaxlib 0.12
+    except ImportError:
+        HloPrintOptions = _jax.HloPrintOptions
+    options = HloPrintOptions()
+    options.print_large_constants = True
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return module.to_string(options)
+
+
 def run_replicas(executable: Any, arguments: Sequence[Any]) -> list[list[Any]]:
     """Runs a program once.
 

@@ -142,7 +142,7 @@ def _compile(job: dict) -> dict:
     if memory is None:
         raise RuntimeError("the compiler reports no memory figures")
     return {
-        "text": compiled.as_text(),
+        "text": _of_seam("whole_text")(compiled) if to_run else compiled.as_text(),
         "refused_options": refused,
         **(_parts(compiled, exported, list(mesh.devices.flat)) if to_run else {}),
         "memory": {
@@ -198,8 +198,13 @@ def _compiled(lowered, job: dict, devices: list) -> tuple:
     return lowered.compile(compiler_options=rest), refused
 
 
-def _refused_options(options: dict, optional: list, devices: list) -> dict:
+def _of_seam(name: str):
     # By its path: importing it from the package would import Keras.
+    file = os.path.join(os.path.dirname(__file__), "..", "_keras", "replicas.py")
+    return runpy.run_path(file)[name]
+
+
+def _refused_options(options: dict, optional: list, devices: list) -> dict:
     file = os.path.join(os.path.dirname(__file__), "..", "hardware", "option_trial.py")
     return runpy.run_path(file)["refused_options"](options, optional, devices)
 

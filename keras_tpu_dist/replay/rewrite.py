@@ -73,6 +73,8 @@ _PLAIN = {
 }  # fmt: skip
 # Custom calls of the TPU compiler that return their operand.
 _IDENTITIES = {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+# What XLA's CPU client can reduce over devices; truth values also by and, or.
+_REDUCED = {"add", "maximum", "minimum", "multiply"}
 # Elements of the largest array for which it is found out whether tiles matter for a bitcast.
 _MOST_COMPARED = 2**22
 _FLOATS = ("bf16", "f16", "f32", "f64")
@@ -203,6 +205,14 @@ def _order(shape: Shape) -> list[int]:
     return [int(d) for d in fastest_first.split(",")][::-1]
 
 
+def _zero(dtype: str) -> str:
+    return "false" if dtype == "pred" else "0"
+
+
+def _bits(shape: Shape) -> int:
+    return Shape(shape.dtype, (8,)).bytes
+
+
 def _tiles(shape: Shape) -> tuple[tuple[int, ...], ...]:
     """The tiles of an array, each within the one before."""
     found = re.search(r":T((?:\([\d,]*\))+)", shape.layout)
@@ -284,8 +294,27 @@ class _Steps:
         self._add(dims, f"reshape({self.last})")
 
     def converted(self, dtype: str, dims: Sequence[int]) -> None:
-        self._dtype = dtype
+        """Reads elements as those of another dtype of the same width."""
+        if dtype != self._dtype:
+            # A truth value is a byte, 0 or 1.
+            opcode = "convert" if "pred" in (dtype, self._dtype) else "bitcast-convert"
+            self._dtype = dtype
+            self._add(dims, f"{opcode}({self.last})")
+
+    def regrouped(self, dtype: str, size: int, ratio: float) -> None:
+        """Reads the bytes of an array as elements of another width."""
+        self.reshape([size])
+        if self._dtype == "pred":
+            self.converted("u8", [size])
+        if ratio > 1:
+            self.reshape([size // int(ratio), int(ratio)])
+        if ratio == 1:
+            self.converted(dtype, [size])
+            return
+        dims = [size // int(ratio)] if ratio > 1 else [size, round(1 / ratio)]
+        self._dtype = "u8" if dtype == "pred" else dtype
         self._add(dims, f"bitcast-convert({self.last})")
+        self.converted(dtype, dims)
 
     def cut(self, dims: Sequence[int], tile: tuple[int, ...]) -> list[int]:
         """Takes an array apart into tiles."""
@@ -293,8 +322,7 @@ class _Steps:
         longer = [*[1] * (len(filled) - len(dims)), *dims]
         self.reshape(longer)
         source = self.last
-        zero = "false" if self._dtype == "pred" else "0"
-        self._add([], f"constant({zero})")
+        self._add([], f"constant({_zero(self._dtype)})")
         padding = "x".join(f"0_{n - size}" for n, size in zip(filled, longer))
         self._add(filled, f"pad({source}, {self.last}), padding={padding}")
         self.reshape(paired)
@@ -353,12 +381,16 @@ class _Rewriter:
             yield self._written(instruction, "call", f"to_apply={called}")
         elif opcode == "partition-id":
             yield f"%{name} = u32[] replica-id()"
+        elif opcode == "replica-id":  # partitions of one replica, until here
+            yield f"%{name} = u32[] constant(0)"
         elif opcode == "custom-call":
             yield from self._custom_call(computation, instruction)
         elif opcode in ("reduce", "reduce-window", "scatter", "select-and-scatter"):
             yield from self._reduction(computation, instruction)
         elif opcode in ("concatenate", "dynamic-update-slice", "pad"):
             yield from self._of_one_dtype(computation, instruction)
+        elif opcode == "all-reduce" and not self._is_reduced(instruction):
+            yield from self._reduced_by_pairs(instruction)
         elif opcode in _COLLECTIVES:
             yield self._collective(instruction, opcode)
         elif opcode in ("copy-start", "slice-start", "async-start") or begins in _COLLECTIVES:
@@ -508,30 +540,29 @@ class _Rewriter:
         """
         (result,), (operand,) = instruction.shapes, computation.operands(instruction)
         (source,), name = operand.shapes, instruction.name
-        if source.dtype != result.dtype and source.size != result.size:
-            raise cannot_run(instruction, "it joins or splits elements")
         was, now = _order(source), _order(result)
         steps = _Steps(name, source.dtype, f"%{operand.name}")
         flat = [source.dims[d] for d in was]
         steps.transpose(was, flat)
-        tiles_matter = _tiles_matter(
-            tuple(flat), _tiles(source), tuple(result.dims[d] for d in now), _tiles(result)
-        )
-        if tiles_matter:
+        ordered = [result.dims[d] for d in now]
+        shapes = [ordered]
+        for tile in _tiles(result):
+            shapes.append(_cut_dims(shapes[-1], tile)[2])
+        same_width = _bits(source) == _bits(result)
+        if same_width and not _tiles_matter(
+            tuple(flat), _tiles(source), tuple(ordered), _tiles(result)
+        ):
+            steps.converted(result.dtype, flat)
+            steps.reshape(ordered)
+        else:
             for tile in _tiles(source):
                 flat = steps.cut(flat, tile)
-        if source.dtype != result.dtype:
-            steps.converted(result.dtype, flat)
-        ordered = [result.dims[d] for d in now]
-        if tiles_matter:
-            shapes = [ordered]
-            for tile in _tiles(result):
-                shapes.append(_cut_dims(shapes[-1], tile)[2])
+            if math.prod(flat) * _bits(source) != math.prod(shapes[-1]) * _bits(result):
+                raise cannot_run(instruction, "it does not have the bytes of its operand")
+            steps.regrouped(result.dtype, math.prod(flat), _bits(result) / _bits(source))
             steps.reshape(shapes[-1])
             for tile, shape in zip(_tiles(result)[::-1], shapes[-2::-1]):
                 steps.joined(shape, tile)
-        else:
-            steps.reshape(ordered)
         yield from steps.lines
         back = np.argsort(np.array(now, int))
         yield f"%{name} = {_array(result)} transpose({steps.last}), dimensions={{{_listed(back)}}}"
@@ -554,6 +585,44 @@ class _Rewriter:
         if type_text:  # what was started apart: the caller writes the name
             return f"{type_text} {opcode}({_plain_type(instruction.operands)}), {attributes}"
         return self._written(instruction, opcode, attributes)
+
+    def _is_reduced(self, instruction: Instruction) -> bool:
+        """Whether XLA's CPU client can reduce over devices by a computation."""
+        name = instruction.called_by("to_apply") or ""
+        root = self.program.computations[name].root
+        if root is None or len(self.program.computations[name].instructions) != 3:
+            return False
+        truth = root.shapes[0].dtype == "pred" and root.opcode in ("and", "or")
+        return truth or root.opcode in _REDUCED
+
+    def _reduced_by_pairs(self, instruction: Instruction) -> Iterator[str]:
+        """A reduction by a computation of its own: gathered, and joined one by one."""
+        name, (operand,) = instruction.name, instruction.operand_names
+        (shape,) = instruction.shapes
+        groups = groups_of(instruction, self.num_devices)
+        size = len(groups[0])
+        one, every = (1, *shape.dims), (size, *shape.dims)
+        listed = ",".join(f"{{{_listed(group)}}}" for group in groups)
+        yield f"%{name}.one = {_array(shape, one)} reshape(%{operand})"
+        yield (
+            f"%{name}.all = {_array(shape, every)} all-gather(%{name}.one), "
+            f"replica_groups={{{listed}}}, dimensions={{0}}"
+        )
+        called = attributes_of(instruction)["to_apply"]
+        dimensions = _listed(range(len(shape.dims)))
+        last = ""
+        for number in range(size):
+            cuts = [f"[{number}:{number + 1}]", *(f"[0:{n}]" for n in shape.dims)]
+            part = f"%{name}.part{number}"
+            cut = f"slice(%{name}.all), slice={{{', '.join(cuts)}}}"
+            yield f"{part}.cut = {_array(shape, one)} {cut}"
+            yield f"{part} = {_array(shape)} reshape({part}.cut)"
+            if last:
+                joined = f"map({last}, {part}), dimensions={{{dimensions}}}, to_apply={called}"
+                yield f"{part}.joined = {_array(shape)} {joined}"
+                part = f"{part}.joined"
+            last = part
+        yield f"%{name} = {_array(shape)} copy({last})"
 
     def _begun(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """What runs beside the rest, computed where it is started.
@@ -607,6 +676,14 @@ class _Rewriter:
             yield from _zeros(f"%{instruction.name}", *instruction.shapes)
         elif target in _IDENTITIES:
             yield self._written(instruction, "copy", operands=f"%{operands[0].name}")
+        elif target == "ZeroCrop":  # zeros behind the elements, up to whole tiles
+            (source,), (result,) = operands[0].shapes, instruction.shapes
+            zero = f"%{instruction.name}.zero"
+            yield f"{zero} = {source.dtype}[] constant({_zero(source.dtype)})"
+            sizes = zip(source.dims, result.dims, strict=True)
+            padding = "x".join(f"0_{size - of}" for of, size in sizes)
+            given = f"%{operands[0].name}, {zero}"
+            yield self._written(instruction, "pad", f"padding={padding}", given)
         elif target == "AsyncCollectiveStart":
             yield from self._started(computation, instruction)
         elif target == "AsyncCollectiveDone":
@@ -644,7 +721,7 @@ class _Rewriter:
 
 
 def _zeros(name: str, shape: Shape) -> Iterator[str]:
-    zero = "false" if shape.dtype == "pred" else "0"
+    zero = _zero(shape.dtype)
     if not shape.dims:
         yield f"{name} = {shape.dtype}[] constant({zero})"
         return

@@ -22,7 +22,7 @@ class Finding:
 
     Attributes:
         job: The job, as plain values.
-        outcome: `"right"`, `"wrong"`, `"error"`, `"abort"` or `"hang"`.
+        outcome: `"right"`, `"wrong"`, `"refused"`, `"error"`, `"abort"` or `"hang"`.
         detail: The difference and where, or the last words.
         seconds: The time it took.
     """
@@ -70,7 +70,9 @@ class Worker:
             return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
         answer = json.loads(line)
         if "error" in answer:
-            return Finding(job, "error", answer["error"], seconds)
+            # An operation of libtpu's program that has no counterpart on simulated devices.
+            refused = answer["error"].startswith("CannotRun")
+            return Finding(job, "refused" if refused else "error", answer["error"], seconds)
         detail = f"{answer['difference']:.1e} at {answer['where']}"
         return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
 

@@ -1,13 +1,14 @@
 """Compares every operation, layer and model of the tables on every mesh with one device.
 
     python tests/conformance/run.py [--kind operation ...] [--only PATTERN] [--without-repairs]
-        [--cases N] [--threes N] [--seed S]
+        [--cases N] [--threes N] [--seed S] [--compiler libtpu] [--log FILE]
 
 Each comparison runs in a process that is given up after a time: an abort of the compiler and a
 hang are findings like a wrong value.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from processes import Finding, Worker, work_through
@@ -130,6 +132,14 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="so many, drawn at random; default: all")
     parser.add_argument("--threes", type=int, default=0, help="add so many of three operations")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn")
+    parser.add_argument(
+        "--compiler",
+        choices=("cpu", "libtpu"),
+        default="cpu",
+        help="whose programs are run: with libtpu those for a TPU slice, on simulated devices",
+    )
+    parser.add_argument("--chip", default="v5e", help="of the slice; default: v5e")
+    parser.add_argument("--log", help="a file of findings: what stands in it is not run again")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--together", type=int, default=8, help="operations in one program")
     parser.add_argument("--timeout", type=float, default=120.0)
@@ -137,7 +147,12 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
 
+    os.environ.update(KTD_COMPILER=arguments.compiler, KTD_CHIP=arguments.chip)
+
     def tell(finding):
+        if arguments.log:
+            with open(arguments.log, "a") as file:
+                file.write(json.dumps(asdict(finding)) + "\n")
         if arguments.verbose or finding.outcome != "right":
             print(finding, flush=True)
 
@@ -147,7 +162,12 @@ def main() -> int:
         jobs = drawn(jobs, arguments.cases, arguments.seed)
     if arguments.threes:
         jobs += threes(arguments.threes, arguments.seed, not arguments.without_repairs)
-    found = compare_all(
+    before = findings_in(arguments.log)
+    done = [finding.job for finding in before]
+    jobs = [job for job in jobs if job not in done]
+    if arguments.log:
+        print(f"{len(before)} were compared before, {len(jobs)} are left", flush=True)
+    found = before + compare_all(
         jobs,
         processes=arguments.processes,
         together=arguments.together,
@@ -158,16 +178,26 @@ def main() -> int:
     return int(any(finding.outcome != "right" for finding in found))
 
 
+def findings_in(path: str | None) -> list[Finding]:
+    """What a run before has found; an unfinished line at the end is left out."""
+    if path is None or not Path(path).exists():
+        return []
+    lines = Path(path).read_text().split("\n")[:-1]
+    return [Finding(**json.loads(line)) for line in lines]
+
+
 def table(found: list[Finding], seconds: float) -> str:
     """How many comparisons of each kind are right on each mesh."""
-    lines = [f"{'':24}{'compared':>10}{'right':>8}{'wrong':>8}{'error':>8}{'abort':>8}{'hang':>8}"]
+    lines = [
+        f"{'':24}{'compared':>10}{'right':>8}{'wrong':>8}{'refused':>8}{'error':>8}{'abort':>8}{'hang':>8}"
+    ]
     groups: dict[str, Counter] = {}
     for finding in found:
         job = finding.job
         name = f"{job['kind']} {job['mesh']} {job['plan'] if job['plan'] != 'none' else ''}"
         groups.setdefault(name, Counter())[finding.outcome] += 1
     for name, counts in groups.items():
-        numbers = [counts[o] for o in ("right", "wrong", "error", "abort", "hang")]
+        numbers = [counts[o] for o in ("right", "wrong", "refused", "error", "abort", "hang")]
         row = "".join(f"{n:8}" for n in numbers)
         lines.append(f"{name:24}{sum(numbers):10}{row}")
     cases = {(f.job["kind"], f.job["case"]) for f in found}

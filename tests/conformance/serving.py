@@ -23,6 +23,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import keras_tpu_dist as ktd  # noqa: E402
 
 ktd.simulate(8)
+if os.environ.get("KTD_COMPILER") == "libtpu":
+    import tpu_programs
+
+    tpu_programs.instead_of_cpu()
 
 
 def serve(compared: Callable[[dict], dict[str, Any]]) -> None:

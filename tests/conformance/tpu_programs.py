@@ -1,0 +1,137 @@
+"""Programs of this package through libtpu: compiled for a slice, run on simulated devices.
+
+`instead_of_cpu` replaces what `Jitted` launches. Everything that a strategy compiles goes through
+it: operations, steps of `fit`, launches of several steps, replica code.
+"""
+
+import functools
+import os
+
+import jax
+import numpy as np
+
+from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas, whole_text
+from keras_tpu_dist.hardware.compiler_options import options_for
+from keras_tpu_dist.hardware.libtpu import libtpu_environment
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hardware.versions import DISABLED_PASSES
+from keras_tpu_dist.hlo.parse import parse
+from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.replay.rewrite import runnable
+from keras_tpu_dist.replay.run import ROUNDING_PASSES
+
+CHIP = os.environ.get("KTD_CHIP", "v5e")
+_ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+
+
+class Replayed:
+    """A compiled function that runs libtpu's program.
+
+    Args:
+        program: The `jax.jit` function.
+        mesh: The mesh of simulated devices.
+    """
+
+    def __init__(self, program, mesh):
+        self._program, self._mesh = program, mesh
+        self._compiled = {}
+
+    def __call__(self, *args):
+        leaves = jax.tree.leaves(args)
+        key = tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._made(args)
+        return self._compiled[key](leaves)
+
+    def _made(self, args):
+        exported = jax.export.export(self._program, platforms=["tpu"], disabled_checks=_ALLOWED)(
+            *args
+        )
+        there = _described(tuple(self._mesh.shape.items()))
+        whole = jax.sharding.NamedSharding(there, jax.sharding.PartitionSpec())
+        shapes = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s or whole)
+            for a, s in zip(exported.in_avals, exported.in_shardings_jax(there), strict=True)
+        ]
+        given, named = jax.tree.unflatten(exported.in_tree, shapes)
+        options = options_for("auto", there.devices.flat[0], there.size) or {}
+        passes = [*ROUNDING_PASSES, *filter(None, [options.get(DISABLED_PASSES)])]
+        options = {**options, DISABLED_PASSES: ",".join(passes)}
+        lowered = jax.jit(exported.call, keep_unused=True).lower(*given, **named)
+        compiled = lowered.compile(compiler_options=options)
+        text = runnable(parse(whole_text(compiled)), there.size)
+        executable = compiled_replicas(text, list(self._mesh.devices.flat))
+        inputs = _cuts(compiled.input_shardings, exported.in_avals, there)
+        outputs = jax.tree.leaves(compiled.output_shardings)
+        return functools.partial(self._run, executable, inputs, outputs, exported, there)
+
+    def _run(self, executable, inputs, outputs, exported, there, leaves):
+        devices = list(self._mesh.devices.flat)
+        flat = jax.sharding.Mesh(
+            np.array(devices), ("replica",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        own = jax.sharding.NamedSharding(flat, jax.sharding.PartitionSpec())
+        arguments = []
+        for leaf, cuts, aval in zip(leaves, inputs, exported.in_avals, strict=True):
+            array = np.asarray(leaf, dtype=aval.dtype)
+            parts = [jax.device_put(array[cut], d) for cut, d in zip(cuts, devices)]
+            arguments.append(
+                jax.make_array_from_single_device_arrays(
+                    parts[0].shape, own, parts, dtype=parts[0].dtype
+                )
+            )
+        found = []
+        for parts, sharding, aval in zip(
+            run_replicas(executable, arguments), outputs, exported.out_avals, strict=True
+        ):
+            places = sharding.devices_indices_map(aval.shape)
+            whole = np.zeros(aval.shape, parts[0].dtype)
+            copies = {}
+            for part, device in zip(parts, there.devices.flat, strict=True):
+                array = np.asarray(part)
+                name = str(places[device])
+                first = copies.setdefault(name, array)
+                assert np.allclose(first, array, 1e-5, 1e-6, equal_nan=True), "copies differ"
+                whole[places[device]] = array
+            found.append(whole)
+        laid = exported.out_shardings_jax(self._mesh)
+        arrays = [
+            jax.device_put(value, sharding or jax.sharding.NamedSharding(self._mesh, jax.P()))
+            for value, sharding in zip(found, laid, strict=True)
+        ]
+        return jax.tree.unflatten(exported.out_tree, arrays)
+
+
+@functools.cache
+def _described(axes):
+    """The mesh of a slice of as many chips."""
+    sizes = [size for _, size in axes]
+    slice_ = Topology.parse(f"{CHIP}-{int(np.prod(sizes))}")
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(**slice_.libtpu_arguments()).devices
+    return jax.sharding.Mesh(
+        np.array(described).reshape(sizes),
+        [name for name, _ in axes],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+    )
+
+
+def _cuts(shardings, avals, mesh):
+    return [
+        [sharding.devices_indices_map(aval.shape)[device] for device in mesh.devices.flat]
+        for sharding, aval in zip(jax.tree.leaves(shardings), avals, strict=True)
+    ]
+
+
+def instead_of_cpu():
+    """From now on, what a strategy launches on several devices is libtpu's program."""
+    os.environ.update({k: v for k, v in libtpu_environment().items() if k != "JAX_PLATFORMS"})
+    launched = Jitted._without_hangs
+
+    def replayed(self, args):
+        if self._mesh.size == 1:
+            return launched(self, args)
+        return Replayed(self.program(*args), self._mesh)
+
+    Jitted._without_hangs = replayed
