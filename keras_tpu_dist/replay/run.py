@@ -1,6 +1,7 @@
 """Verify: what the TPU compiler makes of a model, run on simulated devices beside one device."""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -47,10 +48,9 @@ from keras_tpu_dist.replay.rewrite import runnable
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
 
-# Equal: as the promise for float32 (docs/ragged.md); in half precision, and where the chip's own
-# rounding is asked for, a few times the 8 bits of bfloat16. Where the model itself amplifies
-# rounding, what a change of its weights and inputs by an ulp or two does to a result, this many
-# times.
+# Equal: as the promise for float32 (docs/ragged.md); in half precision a few times the 8 bits of
+# bfloat16. Where the model itself amplifies rounding, what a change of its weights and inputs by an
+# ulp or two does to a result, this many times.
 _FLOAT32, _HALF = 1e-5, 5e-2
 _TIMES, _TIMES_OF_HALF, _DRAWS = 8.0, 16.0, 2
 _MODES = ("train", "evaluate", "predict")
@@ -269,6 +269,10 @@ def _alone(
         max(least, *(times * gap(other[n], one) for other in moved))
         for n, one in enumerate(results)
     ]
+    if as_on_chip:
+        # A gradient near 0 may have either sign, and an optimizer such as Adam moves its weight by
+        # a whole step: results can be judged, variables are only reported.
+        allowed[len(logs) :] = [math.inf] * len(names)
     return _Reference(model.name, launches, state, [*logs, *names], results, allowed)
 
 

@@ -1,0 +1,272 @@
+"""Programs of the TPU compiler, written so that XLA's CPU client runs them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas
+from keras_tpu_dist.hlo.parse import parse
+from keras_tpu_dist.replay import CannotRun, rewrite
+from keras_tpu_dist.replay.rewrite import runnable
+
+
+def ran(text, arguments, number=1, **options):
+    """The results of a program on the first devices; arguments are one array for each device."""
+    devices = jax.devices()[:number]
+    executable = compiled_replicas(runnable(parse(text), number, **options), devices)
+    mesh = jax.sharding.Mesh(
+        np.array(devices), ("replica",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    own = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = []
+    for parts in arguments:
+        arrays = [jax.device_put(part, device) for part, device in zip(parts, devices)]
+        placed.append(jax.make_array_from_single_device_arrays(arrays[0].shape, own, arrays))
+    return [[np.asarray(part) for part in parts] for parts in run_replicas(executable, placed)]
+
+
+def program(parameters, *lines, before=""):
+    """An entry computation with parameters of these types."""
+    own = "".join(f"  %p{n} = {kind} parameter({n})\n" for n, kind in enumerate(parameters))
+    body = "".join(f"  {line}\n" for line in lines)
+    head = "HloModule m, is_scheduled=true\n\n"
+    return f"{head}{before}ENTRY %e (p: f32[]) -> f32[] {{\n{own}{body}}}\n"
+
+
+def test_a_bitcast_means_the_bytes_of_its_layout():
+    text = program(
+        ["f32[2,3]{0,1:T(2,128)}"],
+        "ROOT %b = f32[3,2]{1,0:T(2,128)} bitcast(%p0)",
+    )
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], x.T)
+
+
+def test_a_bitcast_sees_tiles():
+    """As libtpu flattens indices. Read without tiles, it looks like a fault of libtpu."""
+    text = program(
+        ["s32[2,256]{1,0:T(2,128)}"],
+        "%b = s32[1,2,2,128]{3,2,1,0:T(2,128)} bitcast(%p0)",
+        "%c = s32[1,2,2,128]{3,1,2,0:T(2,128)} copy(%b)",
+        "ROOT %d = s32[512]{0:T(512)} bitcast(%c)",
+    )
+    x = np.arange(512, dtype="int32").reshape(2, 256)
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], x.ravel())
+
+
+def in_bytes(array, order, tiles):
+    """An array's elements in the order of its bytes, with zeros between them."""
+    array = np.transpose(array, order)
+    for tile in tiles:
+        array = array.reshape([*[1] * (len(tile) - array.ndim), *array.shape])
+        rest = array.ndim - len(tile)
+        grown = [(0, 0)] * rest + [
+            (0, -size % step) for size, step in zip(array.shape[rest:], tile)
+        ]
+        array = np.pad(array, grown)
+        cut = [*array.shape[:rest]]
+        for size, step in zip(array.shape[rest:], tile):
+            cut += [size // step, step]
+        places = [*range(rest), *range(rest, len(cut), 2), *range(rest + 1, len(cut), 2)]
+        array = array.reshape(cut).transpose(places)
+    return array.ravel()
+
+
+def spelled(dims, order, tiles):
+    fastest_first = ",".join(map(str, order[::-1]))
+    cut = "".join(f"({','.join(map(str, tile))})" for tile in tiles)
+    return f"s32[{','.join(map(str, dims))}]{{{fastest_first}{':T' + cut if cut else ''}}}"
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+    st.sampled_from([(), ((4,),), ((2, 4),), ((2, 4), (2, 1)), ((8, 128),)]),
+    st.sampled_from([(), ((4,),), ((2, 4),), ((4, 2),), ((2, 4), (2, 1))]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_bitcasts_between_random_layouts_have_the_same_bytes(dims, random, tiles, others):
+    """If both have as many bytes, they are equal; elements between others are zeros."""
+    order = list(range(len(dims)))
+    random.shuffle(order)
+    x = np.arange(1, np.prod(dims) + 1, dtype="int32").reshape(dims)
+    source = in_bytes(x, order, tiles)
+    result_dims = list(dims)
+    random.shuffle(result_dims)
+    result_order = list(range(len(result_dims)))
+    random.shuffle(result_order)
+    places = np.zeros(result_dims, "int32")
+    if in_bytes(places, result_order, others).size != source.size:
+        return
+    text = program(
+        [spelled(dims, order, tiles)],
+        f"ROOT %b = {spelled(result_dims, result_order, others)} bitcast(%p0)",
+    )
+    found = ran(text, [[x]])[0][0]
+    numbered = np.arange(1, found.size + 1, dtype="int32").reshape(result_dims)
+    at = in_bytes(numbered, result_order, others)
+    for value, place in zip(source, at):
+        if place:
+            assert found.ravel()[place - 1] == value
+
+
+def test_packed_truth_values_are_words():
+    text = program(
+        ["pred[13]{0:T(512)(128)(4,1)}"],
+        "%b = u32[1,1,128]{2,1,0:T(1,128)} bitcast(%p0)",
+        "ROOT %c = pred[13]{0:T(512)(128)(4,1)} bitcast(%b)",
+    )
+    x = np.arange(13) % 3 == 0
+    assert "u8" in runnable(parse(text), 1)
+    # Back from the words, elements are where they were.
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], x)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1},{2,3}}", [1, 1, 5, 5]),
+        ("[2,2]<=[4]", [1, 1, 5, 5]),
+        ("[2,2]<=[2,2]T(1,0)", [2, 4, 2, 4]),
+        ("mesh['a'=2,'b'=2] {'b'}", [1, 1, 5, 5]),
+        ("mesh['a'=2,'b'=2] {'a'}", [2, 4, 2, 4]),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", [2, 4, 2, 4]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [2, 4, 2, 4]),
+        ("{}", [6, 6, 6, 6]),
+    ],
+)
+def test_groups_in_all_spellings(groups, expected):
+    before = (
+        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
+        "  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}\n\n"
+    )
+    text = program(
+        ["f32[]"],
+        f"ROOT %r = f32[] all-reduce(%p0), channel_id=1, replica_groups={groups}, "
+        "use_global_device_ids=true, to_apply=%add",
+        before=before,
+    )
+    numbers = [np.float32(n) for n in range(4)]
+    (found,) = ran(text, [numbers], 4)
+    assert [float(value) for value in found] == expected
+
+
+def test_a_reduction_by_a_computation_of_its_own():
+    """XLA's CPU client has no such all-reduce."""
+    before = (
+        "%norm (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n"
+        "  %b = f32[] parameter(1)\n  %c = f32[] multiply(%a, %a)\n"
+        "  %d = f32[] multiply(%b, %b)\n  %s = f32[] add(%c, %d)\n  ROOT %r = f32[] sqrt(%s)\n}\n\n"
+    )
+    text = program(
+        ["f32[2]"],
+        "ROOT %r = f32[2] all-reduce(%p0), replica_groups={{0,1},{2,3}}, to_apply=%norm",
+        before=before,
+    )
+    parts = [np.array([n, 1], "float32") for n in (3, 4, 5, 12)]
+    (found,) = ran(text, [parts], 4)
+    np.testing.assert_allclose(found[0], [5, 2**0.5], rtol=1e-6)
+    np.testing.assert_allclose(found[3], [13, 2**0.5], rtol=1e-6)
+
+
+def test_what_is_started_apart_is_computed_where_it_starts():
+    text = program(
+        ["f32[4]{0:T(128)}"],
+        "%c = (f32[4]{0:T(128)S(1)}, f32[4]{0:T(128)}, u32[]{:S(2)}) copy-start(%p0)",
+        "%d = f32[4]{0:T(128)S(1)} copy-done(%c)",
+        "%g = (f32[4], f32[8], u32[]) all-gather-start(%d), replica_groups={{0,1}}, dimensions={0}",
+        "ROOT %h = f32[8] all-gather-done(%g)",
+    )
+    parts = [np.arange(4, dtype="float32"), np.arange(4, 8, dtype="float32")]
+    for found in ran(text, [parts], 2)[0]:
+        np.testing.assert_array_equal(found, np.arange(8))
+
+
+def test_dtypes_that_differ_are_converted():
+    text = program(
+        ["bf16[3]", "f32[3]", "pred[3]"],
+        "%a = f32[3] add(%p0, %p1)",
+        "%s = bf16[3] select(%p2, %a, %p0)",
+        "%l = pred[3] compare(%s, %p1), direction=LT",
+        "ROOT %t = (f32[3], bf16[3], pred[3]) tuple(%a, %s, %l)",
+    )
+    x = jax.numpy.array([1, 2, 3], "bfloat16")
+    y, where = np.array([0.5, 4, 1], "float32"), np.array([True, False, True])
+    total, chosen, less = (parts[0] for parts in ran(text, [[x], [y], [where]]))
+    np.testing.assert_array_equal(total, [1.5, 6, 4])
+    np.testing.assert_array_equal(chosen.astype("float32"), [1.5, 2, 4])
+    np.testing.assert_array_equal(less, [False, True, False])
+
+
+@pytest.mark.parametrize(("precision", "rounded"), [("", True), ("highest,highest", False)])
+def test_products_as_the_chip_rounds_them(precision, rounded):
+    asked = f", operand_precision={{{precision}}}" if precision else ""
+    text = program(
+        ["f32[1,2]", "f32[2,1]"],
+        "ROOT %d = f32[1,1] dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        + asked,
+    )
+    x, y = np.array([[1 + 2**-10, 1]], "float32"), np.array([[1], [1]], "float32")
+    exact = 2 + 2**-10
+    assert float(ran(text, [[x], [y]])[0][0][0, 0]) == exact
+    found = float(ran(text, [[x], [y]], as_on_chip=True)[0][0][0, 0])
+    assert found == (2 if rounded else exact)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("%x = f32[4] frobnicate(%p0)", "the operation is not known"),
+        (
+            '%x = f32[4] custom-call(%p0), custom_call_target="Foo"',
+            "custom call 'Foo' is not known",
+        ),
+        (
+            '%x = f32[4] custom-call(%p0), custom_call_target="tpu_custom_call", '
+            'metadata={op_name="jit(f)/mine/pallas_call"}',
+            "it is a hand-written kernel",
+        ),
+        ("%x = f32[4] constant({...})", "the values of the constant are left out of the text"),
+        ("%x = f32[3]{0:T(128)} bitcast(%q)", "it does not have the bytes of its operand"),
+        ("%x = f32[4] add(%p0, %i)", "its dtypes are f32, s32"),
+    ],
+)
+def test_what_is_unknown_is_an_error_that_names_it(line, why):
+    text = program(
+        ["f32[4]{0:T(128)}", "s32[4]"],
+        "%q = bf16[3]{0:T(256)(128)(2,1)} constant({1, 2, 3})",
+        "%i = s32[4] copy(%p1)",
+        line,
+        "ROOT %r = f32[4] copy(%p0)",
+    )
+    if "bitcast" in line:  # 256 elements of 2 bytes are 128 of 4: they can be read as those
+        line = line.replace("T(128)", "T(512)")
+        text = text.replace("%x = f32[3]{0:T(128)}", "%x = f32[3]{0:T(512)}")
+    with pytest.raises(CannotRun) as error:
+        runnable(parse(text), 1)
+    said = str(error.value)
+    assert why in said
+    assert "must have a counterpart on simulated devices" in said
+    assert "%x = " in said
+    assert "to verify the rest" in said
+
+
+def test_attributes_are_read_whole():
+    text = program(
+        ["f32[4]"],
+        'ROOT %x = f32[4] copy(%p0), metadata={op_name="a=\\"b, c={\\"" source_line=3}, '
+        'frontend_attributes={a={b={c}}}, backend_config={"x":[1,2]}, slice={[0:1], [2:3]}',
+    )
+    found = rewrite.attributes_of(parse(text).entry.root)
+    assert found["slice"] == "{[0:1], [2:3]}"
+    assert found["frontend_attributes"] == "{a={b={c}}}"
+    assert set(found) == {"metadata", "frontend_attributes", "backend_config", "slice"}
+
+
+def test_no_operation_stands_in_two_tables():
+    tables = [rewrite._ELEMENTWISE, rewrite._PLAIN, rewrite._COLLECTIVES]
+    assert sum(map(len, tables)) == len(functools.reduce(set.union, tables))

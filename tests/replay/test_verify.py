@@ -1,0 +1,245 @@
+"""What the TPU compiler makes of a model computes what one device does, or is found out."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.compile import has_libtpu
+from keras_tpu_dist.hardware.versions import TPU_FAULTS, libtpu_version
+from keras_tpu_dist.replay import report
+from keras_tpu_dist.shell.main import main
+
+pytestmark = [
+    pytest.mark.tpu_compiler,
+    pytest.mark.skipif(not has_libtpu(), reason="needs libtpu"),
+]
+layers, ops = keras.layers, keras.ops
+CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Counts(layers.Layer):
+    """How often each id came: a sum of scattered rows in the carry of a launch's loop."""
+
+    def build(self, shape):
+        self.n = self.add_weight(shape=(96,), initializer="zeros", trainable=False, name="n")
+
+    def call(self, ids):
+        flat = ops.reshape(ids, (-1,))
+        ones = ops.ones_like(flat, dtype="float32")
+        self.n.assign(self.n + ops.segment_sum(ones, flat, num_segments=96))
+        return ids
+
+
+def counts():
+    ids = keras.Input((8,), dtype="int32")
+    features = layers.GlobalAveragePooling1D()(layers.Embedding(96, 32)(Counts()(ids)))
+    model = keras.Model(ids, layers.Dense(4)(features), name="counts")
+    model.compile("adam", CLASSES, steps_per_execution=4)
+    return model
+
+
+def mlp():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(4)])
+    model.compile("adam", CLASSES, metrics=["accuracy"])
+    return model
+
+
+def cnn():
+    image = keras.Input((8, 8, 1))
+    x = layers.Conv2D(8, 3, activation="relu", padding="same")(image)
+    x = layers.DepthwiseConv2D(3)(layers.BatchNormalization()(layers.MaxPooling2D()(x)))
+    model = keras.Model(image, layers.Dense(10)(layers.Dropout(0.3)(layers.Flatten()(x))))
+    model.compile(
+        keras.optimizers.SGD(0.1, 0.9), CLASSES, steps_per_execution=3, metrics=["accuracy"]
+    )
+    return model
+
+
+def kernel_lstm():
+    rows = keras.Input((16, 128))
+    model = keras.Model(rows, layers.Dense(4)(ktd.layers.LSTM(128)(rows)))
+    model.compile("sgd", "mse", steps_per_execution=2)
+    return model
+
+
+def kernel_attention():
+    ids = keras.Input((256,), dtype="int32")
+    x = layers.Embedding(64, 64)(ids)
+    x = x + layers.MultiHeadAttention(2, 64)(x, x, use_causal_mask=True)
+    model = keras.Model(ids, layers.Dense(64)(layers.LayerNormalization()(x)))
+    model.compile("sgd", CLASSES, steps_per_execution=2)
+    return model
+
+
+def tables():
+    ids = keras.Input((4,), dtype="int32")
+    table = layers.Embedding(4096, 32, name="table")
+    model = keras.Model(ids, layers.Dense(3)(layers.Flatten()(table(ids))))
+    model.compile("adagrad", CLASSES, steps_per_execution=2)
+    return model
+
+
+def half():
+    rows = keras.Input((16,))
+    x = layers.Dense(32, "gelu", dtype="mixed_bfloat16")(rows)
+    model = keras.Model(rows, layers.Dense(4)(x))
+    model.compile("sgd", "mse", steps_per_execution=2)
+    return model
+
+
+def strategy(mesh=None, layout=None, topology="v5e:2x2", **options):
+    return ktd.TPUStrategy(mesh, layout, topology=topology, **options)
+
+
+FSDP = {"data": 2, "fsdp": 2}
+MODEL = {"data": 2, "model": 2}
+THREE = {"data": 2, "fsdp": 2, "model": 2}
+
+
+def test_a_launch_of_four_steps_is_equal():
+    found = ktd.verify(counts, strategy({"data": 4}), batch_size=13)
+    assert found.equal, found
+    assert found.largest_difference < 1e-6
+    assert (found.steps, found.launches) == (4, 1)
+    names = [row.name for row in found.rows]
+    assert "counts/n" in names
+    assert "embedding/embeddings" in names
+    assert any(name.startswith("adam/") for name in names)
+    assert "result ['loss']" in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 4}, MODEL, FSDP], ids=str)
+def test_sums_that_libtpu_loses_are_found_with_the_pass(mesh, capsys):
+    """openxla/xla 49143, with our guard switched off; a libtpu without it computes right."""
+    (fault,) = (f for f in TPU_FAULTS if f.program == "counts")
+    off = strategy(mesh, compiler_options={"xla_disable_hlo_passes": ""})
+    found = ktd.verify(counts, off, batch_size=16)
+    assert found.equal == (not fault.is_in(libtpu_version()))
+    if found.equal:
+        return
+    assert [row.name for row in found.wrong] == ["counts/n"]
+    wrong = found.first_wrong_pass
+    assert wrong.name == "while-loop-all-reduce-code-motion"
+    assert fault.report in wrong.known
+    assert found.upstream_report == ""  # it is known
+    for words in ("NOT equal", "counts/n", "while-loop-all-reduce-code-motion", fault.report):
+        assert words in str(found)
+        assert words in found.to_html()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "mesh", "layout", "topology", "rows", "mode"),
+    [
+        (mlp, {"data": 4}, None, "v5e:2x2", 13, "train"),
+        (mlp, MODEL, "tensor_parallel", "v5e:2x2", 13, "evaluate"),
+        (mlp, THREE, "auto", "v6e:2x4", 13, "predict"),
+        (cnn, THREE, "fsdp", "v5e:2x4", 13, "train"),
+        (cnn, FSDP, "fsdp", "v5e:2x2", 16, "evaluate"),
+        (cnn, MODEL, "tensor_parallel", "v4:2x2x1", 13, "train"),
+        (kernel_lstm, MODEL, "tensor_parallel", "v5e:2x2", 13, "train"),
+        (kernel_attention, {"data": 4}, None, "v5e:2x2", 13, "train"),
+        (kernel_attention, FSDP, "fsdp", "v5p:2x2x1", 16, "train"),
+        (tables, MODEL, "auto", "v5e:2x2", 13, "train"),
+        (half, FSDP, "fsdp", "v5e:2x2", 13, "train"),
+    ],
+)
+def test_models_are_equal(build, mesh, layout, topology, rows, mode):
+    found = ktd.verify(
+        build, strategy(mesh, layout, topology), batch_size=rows, mode=mode, timeout=300
+    )
+    assert found.equal, found
+    assert bool(found.kernels) == build.__name__.startswith("kernel")
+
+
+@pytest.mark.slow
+def test_a_built_model_is_verified_with_its_own_values_and_not_changed():
+    model = mlp()
+    x = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
+    y = np.arange(40) % 4
+    model.fit(x, y, verbose=0)
+    before = model.get_weights()
+    slots = [np.array(v) for v in model.optimizer.variables]
+    found = ktd.verify(model, strategy({"data": 4}), batch_size=13, x=x, y=y)
+    assert found.equal, found
+    for one, other in zip((*before, *slots), (*model.get_weights(), *model.optimizer.variables)):
+        np.testing.assert_array_equal(one, np.array(other))
+    model.fit(x, y, verbose=0)
+
+
+@pytest.mark.slow
+def test_numbers_as_on_the_chip_differ_by_what_bfloat16_explains():
+    exact = ktd.verify(mlp, strategy({"data": 4}), batch_size=16)
+    rounded = ktd.verify(mlp, strategy({"data": 4}), batch_size=16, as_on_chip=True)
+    assert exact.largest_difference < 1e-5 < rounded.largest_difference
+    assert rounded.equal, rounded
+    assert "rounded as on the chip, results differ from float32 on one device by" in str(rounded)
+
+
+@pytest.mark.slow
+def test_in_a_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        "import keras\n\n\ndef build():\n"
+        "    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
+        "    model.compile('adam', 'mse', steps_per_execution=2)\n    return model\n"
+    )
+    words = ["verify", "model.py:build", "--topology", "v5e:2x2", "--batch-size", "10"]
+    assert main([*words, "--json", "--html", "page.html"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] is True
+    assert (found["steps"], found["topology"]) == (2, "v5e:2x2")
+    assert "equal" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 0}, "steps of verify is a whole number of at least 1"),
+        ({"steps": True}, "steps of verify is a whole number"),
+        ({"mode": "generate"}, 'Verify the step of a token with mode="predict"'),
+        ({"mode": "trian"}, "train"),
+        ({"timeout": -1}, "timeout of verify is a number of seconds above 0"),
+        ({"batch_size": 0}, "batch"),
+        ({"x": [["a"]]}, "numeric"),
+    ],
+)
+def test_wrong_arguments(options, words):
+    with pytest.raises(ValueError, match=words):
+        ktd.verify(mlp, strategy({"data": 4}), **{"batch_size": 8} | options)
+
+
+def test_it_needs_a_slice():
+    with pytest.raises(ValueError, match="verify needs a slice to compile for") as error:
+        ktd.verify(mlp, ktd.TPUStrategy({"data": 8}), batch_size=8)
+    assert 'topology="v5e:2x4"' in str(error.value)
+
+
+def test_a_report_of_a_new_fault_can_be_sent():
+    rows = (
+        report.Row("result ['loss']", (), "float32", 1e-7, 1e-5),
+        report.Row("dense/kernel", (8, 4), "float32", 0.3, 1e-5),
+    )
+    found = report.Verification(
+        rows,
+        "train",
+        "mlp",
+        "v5e:2x2",
+        {"data": 4},
+        16,
+        4,
+        1,
+        "0.0.99",
+        first_wrong_pass=report.WrongPass("some-pass", "one-before", "some-pass", 7, ""),
+    )
+    assert not found.equal
+    assert found.to_dict()["equal"] is False
+    for words in ("libtpu 0.0.99", "'some-pass'", "dense/kernel float32[8, 4]", "3.0e-01"):
+        assert words in found.upstream_report
+    assert found.upstream_report in str(found)
+    assert "not a fault that we know" in str(found)
+    assert "dense/kernel" in found._repr_html_()
