@@ -71,7 +71,14 @@ def ours(module: Any) -> Iterator[tuple[str, Any]]:
 # Keras or this package's own loop calls these, with what they make.
 HOOKS = ("on_", "before_", "after_", "set_model", "begin_after", "give_back_what_waits", "call")
 # This package makes them; whoever makes one is not a user.
-RESULTS = ("DryRun", "PerReplica", "ReplicaContext", "DistributedDataset", "CheckpointError")
+RESULTS = (
+    "DryRun",
+    "Verification",
+    "PerReplica",
+    "ReplicaContext",
+    "DistributedDataset",
+    "CheckpointError",
+)
 
 
 def surface() -> dict[str, tuple[str, ...]]:
@@ -594,6 +601,17 @@ ROWS: dict[str, Row] = {
             "effort": word("quik"),
             "calibration": CALIBRATION,
             **OF_DRY_RUNS,
+        },
+    ),
+    "verify": Row(
+        ktd.verify,
+        lambda: {"build": made, "strategy": described(), "batch_size": 8},
+        {
+            "strategy": STRATEGY,
+            "steps": (0, -1, 2.5, "2", True, NAN, []),
+            "as_on_chip": FLAG,
+            **{name: values for name, values in OF_DRY_RUNS.items() if name != "progress"},
+            "batch_size": COUNT,
         },
     ),
     "TPUStrategy.check": Row(

@@ -16,19 +16,20 @@ from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.training.protocol import Strategy
 
 
-def check_asked(build: Any, strategy: Any) -> None:
+def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> None:
     """Raises a `ValueError` unless a model and a strategy are given.
 
     Args:
         build: A function that makes a model, or a model.
         strategy: The strategy.
+        caller: The function that got them.
     """
     if not callable(build) or not hasattr(strategy, "placer"):
         raise ValueError(
             message(
-                "A dry run takes a function that builds a model, or a model, and a TPUStrategy.",
+                f"{caller} takes a function that builds a model, or a model, and a TPUStrategy.",
                 received={"build": build, "strategy": strategy},
-                fix='Write dry_run(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
+                fix=f'Write {caller}(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
             )
         )
 

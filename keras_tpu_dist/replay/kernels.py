@@ -111,7 +111,8 @@ def _computation(equation: Any, number: int) -> InterpretedKernel:
     ]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         lowered = jax.jit(interpret, keep_unused=True).lower(*shapes)
-    text = lowered.compiler_ir("hlo").as_hlo_text(print_large_constants=True)
+    computation: Any = lowered.compiler_ir("hlo")
+    text = computation.as_hlo_text(print_large_constants=True)
     # Other computations of the program have such names too.
     prefix = f"kernel_{number}."
 

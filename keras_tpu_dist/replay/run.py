@@ -17,7 +17,7 @@ from keras_tpu_dist.checkup.aside import aside, on_one
 from keras_tpu_dist.checkup.batch import Given, values
 from keras_tpu_dist.checkup.bounds import gap, largest
 from keras_tpu_dist.checkup.prepared import State, is_half, nudged
-from keras_tpu_dist.common.checks import check_seconds
+from keras_tpu_dist.common.checks import check_flags, check_seconds
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.build import (
     KINDS,
@@ -34,7 +34,7 @@ from keras_tpu_dist.dryrun.compile import (
     run_compiler,
     run_job,
 )
-from keras_tpu_dist.dryrun.inputs import given_inputs, symbolic
+from keras_tpu_dist.dryrun.inputs import check_asked, given_inputs, symbolic
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
 from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.input.batch_axis import flatten
@@ -133,7 +133,7 @@ def verify(
     True
     """
     started = time.perf_counter()
-    _check(strategy, mode, steps, timeout)
+    _check(build, strategy, mode, steps, as_on_chip, timeout)
     given = Given(x, y, sample_weight, batch_size, sequence_length)
     with stages(f"verify, {mode}", 4) as begin:
         begin("building and lowering for the slice")
@@ -175,9 +175,13 @@ def verify(
     )
 
 
-def _check(strategy: Strategy, mode: str, steps: int | None, timeout: float) -> None:
+def _check(
+    build: Build, strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
+) -> None:
+    check_asked(build, strategy, "verify")
     checked_mode(mode)
     check_seconds("verify", timeout=timeout)
+    check_flags("verify", as_on_chip=as_on_chip)
     if mode not in _MODES:
         raise ValueError(
             message(
@@ -354,8 +358,8 @@ class _Compiled:
         self.kernels = tuple(sorted({kernel_name(each) for each in self._launch.kernels}))
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
-        job = job_of(self._lowered, "exact") | {"to_run": True}
-        wanted = {**job["compiler_options"], **options}
+        job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}
+        wanted: dict[str, Any] = {**job["compiler_options"], **options}
         if not self._as_on_chip:
             passes = [*ROUNDING_PASSES, wanted.get(DISABLED_PASSES, "")]
             wanted[DISABLED_PASSES] = ",".join(name for name in passes if name)
