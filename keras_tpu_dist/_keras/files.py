@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import ml_dtypes
 import numpy as np
 from keras.src.saving import saving_lib
@@ -38,20 +37,38 @@ class _WhatIsSaved(saving_lib.H5IOStore):
         self.found[_name(self._path, key)] = value
 
 
-def names_in_files(model: Any) -> dict[str, keras.Variable]:
-    """The variables of a model, by their names in Keras's files.
+class _Visited(set):
+    """Notes where each object that is saved stands, once its own variables were recorded."""
+
+    def __init__(self, recorder: _WhatIsSaved):
+        super().__init__()
+        self.paths: dict[int, str] = {}
+        self._recorder = recorder
+
+    def add(self, element):
+        self.paths[element] = self._recorder._path
+        super().add(element)
+
+
+def names_in_files(model: Any) -> tuple[dict[str, Any], dict[int, str]]:
+    """What a model saves, by its names in Keras's files, and the folder of each object.
 
     Public replacement: none; `save_weights` writes them.
 
     Args:
-        model: A built model. Saved values that are not variables of a layer are left out.
+        model: A built model.
+
+    Returns:
+        A dict from names to variables of layers and of the optimizer, or to other values that a
+        layer saves; and a dict from the `id` of a layer to the start of its names.
     """
     recorder = _WhatIsSaved()
-    saving_lib._save_state(model, recorder, None, "", set())
+    visited = _Visited(recorder)
+    saving_lib._save_state(model, recorder, None, "", visited)
     # An optimizer saves values, not variables.
     slots = getattr(getattr(model, "optimizer", None), "variables", ())
     found = recorder.found | {_name("optimizer", str(i)): v for i, v in enumerate(slots)}
-    return {n: v for n, v in found.items() if isinstance(v, keras.Variable)}
+    return found, {each: _name(path, "") for each, path in visited.paths.items()}
 
 
 class WeightsFile:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import keras
+
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import in_all
+from keras_tpu_dist.checkpoint.beside import give_to_layers, load_values
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -91,7 +94,8 @@ def load_file(
             return f"crc32 {zlib.crc32(repr(opened[1:]).encode())}"
 
         file, saved, dtypes = in_all(f"opening {name}", opened, mark, alone=alone)
-        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude)
+        layers = _layers_of_values(model, exclude)
+        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude, layers)
 
         def read(group: list[tuple[str, Any]]) -> list[Any]:
             with _file_errors(name):
@@ -104,6 +108,19 @@ def load_file(
 
         for group in grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES):
             assign(group)
+
+        def values_of(start: str) -> dict[str, Any]:
+            names = [n for n in saved if _is_in(n, (start,))]
+            size, most = 8 * sum(math.prod(saved[n]) for n in names), _most_bytes(model)
+            with _file_errors(name):
+                if size > most:
+                    raise ValueError(f"{start} takes {size} bytes, this model at most {most}")
+                return {n.removeprefix(start): file.read(n) for n in names}
+
+        for start, layer in layers.items():
+            values = in_all(f"reading {name}", lambda start=start: values_of(start), alone=alone)
+            load_values(layer, values, repr(name), [model])
+    give_to_layers(model, [variable for _, variable in chosen], repr(name), set(layers.values()))
     _keras.forget_state(model)
     return report
 
@@ -148,10 +165,12 @@ def _chosen(
     name: str,
     strict: bool,
     exclude: tuple[str, ...],
+    layers: Mapping[str, Any],
 ) -> tuple[Restored, list[tuple[str, Any]]]:
     """The report of a file, and the model's variables to load, with their names in the file."""
-    here = _keras.names_in_files(model)
-    weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
+    here = {n: v for n, v in _keras.names_in_files(model)[0].items() if not _is_in(n, layers)}
+    variables = {n: v for n, v in here.items() if isinstance(v, keras.Variable)}
+    weights = {n: v for n, v in variables.items() if not n.startswith(_OPTIMIZER)}
     check_excluded(exclude, [variable.path for variable in weights.values()])
     kept = {n for n, v in weights.items() if matches(v.path, exclude)}
     fitting = [
@@ -163,7 +182,8 @@ def _chosen(
     ]
     missing = [n for n in weights if n not in kept and n not in saved]
     reshaped = [n for n in weights if n not in kept and n in saved and n not in fitting]
-    unexpected = [n for n in saved if not n.startswith(_OPTIMIZER) and n not in weights]
+    offered = [n for n in saved if not (n.startswith(_OPTIMIZER) or _is_in(n, layers))]
+    unexpected = [n for n in offered if n not in weights]
     if strict and (missing or reshaped or unexpected):
         shapes = [
             f"{weights[n].path} {tuple(weights[n].shape)}, saved as {saved[n]}"
@@ -198,13 +218,35 @@ def _chosen(
     return report, [*((n, weights[n]) for n in fitting), *optimizer.items()]
 
 
+def _layers_of_values(model: Any, exclude: tuple[str, ...]) -> dict[str, Any]:
+    """The layers that save other values than variables, by the start of their names in files.
+
+    They load all of their values themselves, as in Keras: `Dense` with LoRA merges it into its
+    kernel to save it, and sets it to zero when it loads.
+    """
+    found, starts = _keras.names_in_files(model)
+    values = [n for n, value in found.items() if not isinstance(value, keras.Variable)]
+    return {
+        start: layer
+        for layer in _keras.flatten_layers(model)
+        if (start := starts.get(id(layer))) is not None
+        and any(_is_in(n, (start,)) for n in values)
+        and not any(matches(variable.path, exclude) for variable in layer.variables)
+    }
+
+
+def _is_in(name: str, starts: Iterable[str]) -> bool:
+    """Whether a name is one of the layers with these starts, and not of a layer within them."""
+    return any(name.startswith(start) and "/" not in name[len(start) :] for start in starts)
+
+
 def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
     """The optimizer's variables by name, if the file has exactly these; else an empty dict."""
     shapes = {n: shape for n, shape in saved.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if not shapes:
         return {}
     build_optimizer(model)
-    here = _keras.names_in_files(model)
+    here, _ = _keras.names_in_files(model)
     found = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if found and shapes != {n: tuple(v.shape) for n, v in found.items()}:
         logger.warning("the optimizer's state is not loaded: that in %r does not fit", name)

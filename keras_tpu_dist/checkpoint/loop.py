@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.names import (
@@ -204,7 +205,7 @@ class LoopCheckpoint:
             "global_seed": _keras.global_seed(),
             "run": self._tiers.run,
         }
-        return snapshot(self._parts, training, {}, _Parts.state)
+        return snapshot(self._parts, training, {}, _Parts.state, self._parts.models)
 
     def restore(self) -> dict[str, Any]:
         """Loads the newest complete checkpoint, if there is one.
@@ -244,7 +245,15 @@ class LoopCheckpoint:
             dataset.check_goes_to(place)
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()
-        assign_saved(tier, step, self._parts.chosen(manifest, step))
+        chosen = self._parts.chosen(manifest, step)
+        assign_saved(tier, step, chosen)
+        load_beside(
+            self._parts.models,
+            manifest,
+            lambda wanted: tier.load(step, wanted),
+            [variable for _, variable in chosen],
+            f"checkpoint {step} of {tier.directory!r}",
+        )
         _keras.set_global_seed(manifest.training.get("global_seed"))
         for dataset, place in zip(self._parts.datasets, places, strict=True):
             dataset.begin_at(place)

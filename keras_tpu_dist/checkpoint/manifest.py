@@ -72,7 +72,8 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"extra"`.
+        arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"beside"`
+            (what layers keep beside their variables), `"extra"`.
         training: The state of training: epoch, batches, history, callbacks, random numbers.
         written: The versions and the mesh of the program that wrote it.
         parts: If every host wrote its own checkpoint, the parts of the arrays in this one. See

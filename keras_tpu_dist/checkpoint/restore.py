@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import from_first, in_all
+from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.keras_files import (
     GROUP_BYTES,
     KerasDirectory,
@@ -238,15 +239,16 @@ def load(
         others = _others(store.state_of(model), manifest, weights)
     chosen = [*pairs, *others]
     assign_saved(store, step, chosen)
+    load_beside(
+        [model],
+        manifest,
+        lambda wanted: store.load(step, wanted),
+        [variable for _, variable in pairs],
+        f"checkpoint {step} of {store.directory!r}",
+        rename,
+    )
     _keras.forget_state(model)
-    if weights.renamed:
-        logger.info(
-            "%d variables of %s were saved with other numbers in their names, and were matched in "
-            "order (the first: %s)",
-            len(weights.renamed),
-            model.name,
-            " is ".join(next(iter(weights.renamed.items()))),
-        )
+    _log_renamed(model, weights)
     kept = (*weights.kept, *weights.missing, *weights.reshaped)
     loaded = tuple(variable.path for _, variable in pairs)
     report = Restored(
@@ -259,6 +261,17 @@ def load(
         optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
     )
     return report, manifest
+
+
+def _log_renamed(model: Any, weights: Matching) -> None:
+    if weights.renamed:
+        logger.info(
+            "%d variables of %s were saved with other numbers in their names, and were matched in "
+            "order (the first: %s)",
+            len(weights.renamed),
+            model.name,
+            " is ".join(next(iter(weights.renamed.items()))),
+        )
 
 
 def assign_saved(

@@ -4,7 +4,7 @@ import copy
 import datetime
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
+from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
 from keras_tpu_dist.checkpoint.fingerprint import start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, named_state
@@ -27,6 +28,7 @@ def snapshot(
     training: Mapping[str, Any],
     extra: Mapping[str, np.ndarray],
     state_of: Callable[[Any], dict[str, list]] = named_state,
+    models: Sequence[Any] | None = None,
 ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
     """The arrays of a model's training state on the devices, and their manifest.
 
@@ -35,6 +37,7 @@ def snapshot(
         training: The state of training; plain data.
         extra: Further host arrays of the state, by name.
         state_of: A function from the model to its variables with their entries, by kind.
+        models: The models whose layers may keep more than variables; by default the one.
 
     Returns:
         The arrays by key, and a function that returns the manifest. The function waits for the
@@ -43,11 +46,12 @@ def snapshot(
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
+    rows += rows_beside([model] if models is None else models)
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
     numbers = start_fingerprints([value for *_, value in rows])
     training, written = copy.deepcopy(dict(training)), _written(model)
-    counts = dict.fromkeys((*state, EXTRA), 0)
+    counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple]] = []
     for kind, entry, value in rows:
