@@ -120,6 +120,7 @@ from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
+from keras_tpu_dist._keras.structure import to_snake_case as to_snake_case
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.structure import without_distribution as without_distribution

@@ -149,6 +149,12 @@ MODULES = (
         "an IntegerLookup in a compiled program, as a sorted table",
         "an IntegerLookup that is computed by the backend",
     ),
+    *_each(
+        "keras.src.utils.naming",
+        "to_snake_case",
+        "which names of layers Keras gave",
+        "whether a layer's name is the user's",
+    ),
     *_each("keras.src.utils.tracking", "DotNotTrackScope", "attributes that Keras does not track"),
     *_each(
         "keras.src.saving.saving_lib",

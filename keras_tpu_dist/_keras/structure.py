@@ -11,6 +11,9 @@ from keras.src.backend.common.variables import AutocastScope
 # Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
 from keras.src.models.functional import Functional as Functional
 
+# Public replacement: none; a name that Keras made cannot be told from the user's.
+from keras.src.utils.naming import to_snake_case as to_snake_case
+
 from keras_tpu_dist._keras.seam import Replacement, declare
 
 

@@ -201,7 +201,7 @@ class Checkpoint(keras.callbacks.Callback):
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
         leader = next((each for each in self._all if each.has_loaded), None)
-        newer = leader is None or (there and own.newest > leader.place.step)
+        newer = leader is None or (there and own.newest > leader.newest)
         if there and self._options.resume and newer:
             leader = own
             own.go_on()

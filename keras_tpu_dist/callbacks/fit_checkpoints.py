@@ -251,7 +251,8 @@ class FitCheckpoints:
         agree(f"opening {directory}", FIX, None)
         steps = self.tiers.store.steps
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
-        if any(each != of_all[0] for each in of_all):
+        # Each process orders them by what it reads.
+        if any(sorted(each) != sorted(of_all[0]) for each in of_all):
             raise ValueError(
                 message(
                     "All processes must see the same checkpoints.",
@@ -264,9 +265,9 @@ class FitCheckpoints:
         return bool(steps or self.tiers.found_locally)
 
     @property
-    def newest(self) -> int:
-        """The step of the newest checkpoint that was found."""
-        return max([*self.tiers.store.steps[-1:], *self.tiers.found_locally], default=-1)
+    def newest(self) -> tuple[float, int]:
+        """When the newest checkpoint that was found was written, and its step."""
+        return max([self.tiers.store.newest, *self.tiers.found_locally])
 
     def take_place_of_others(self) -> None:
         """Lets the first checkpoint of this run replace the existing ones.
@@ -275,11 +276,12 @@ class FitCheckpoints:
             ValueError: If there are checkpoints and `overwrite` is not set.
         """
         if not self.options.overwrite:
+            steps = [*self.tiers.store.steps, *(step for _, step in self.tiers.found_locally)]
             raise ValueError(
                 message(
                     "A directory holds the checkpoints of one run.",
                     received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                    f"steps {[*self.tiers.store.steps, *self.tiers.found_locally]}.",
+                    f"steps {steps}.",
                     fix="Give this run its own directory, leave resume=False out to resume, or "
                     "write overwrite=True: old checkpoints are deleted once this run has saved.",
                 )

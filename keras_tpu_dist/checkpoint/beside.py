@@ -18,7 +18,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
-from keras_tpu_dist.checkpoint.names import Entry, match, numbered
+from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, numbered
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 
@@ -281,25 +281,32 @@ def _same(one: Any, other: Any) -> bool:
     return False
 
 
-def rows_beside(models: Sequence[Any]) -> Iterator[tuple[str, Entry, Any]]:
+def rows_beside(models: Sequence[Any]) -> list[list[tuple[str, Entry, Any]]]:
     """The arrays that the layers of models keep beside their variables, for a snapshot.
 
     Args:
         models: The models.
 
-    Yields:
-        The kind, the entry, and the array.
+    Returns:
+        For each model, the kind, the entry, and the array of each.
     """
-    for layer, path, nth in _numbered(models):
+    rows: list[list[tuple[str, Entry, Any]]] = [[] for _ in models]
+    for number, layer, path, nth in _numbered(models):
         for name, array in values_beside(layer).items():
-            yield BESIDE, Entry(f"{path}/{name}", array.shape, str(array.dtype), nth=nth), array
+            entry = Entry(f"{path}/{name}", array.shape, str(array.dtype), nth=nth)
+            rows[number].append((BESIDE, entry, array))
+    return rows
 
 
-def _numbered(models: Sequence[Any]) -> list[tuple[Any, str, int]]:
-    """The layers of models with more than variables, with their paths, of which some are equal."""
-    layers = {id(layer): layer for model in models for layer in layers_with_more(model)}
-    names = numbered(layer.path or layer.name for layer in layers.values())
-    return [(layer, path, nth) for layer, (path, nth) in zip(layers.values(), names, strict=True)]
+def _numbered(models: Sequence[Any]) -> list[tuple[int, Any, str, int]]:
+    """The layers of models with more than variables: the number of the model, the layer, its path,
+    and how many equal paths are before it."""
+    layers: dict[int, tuple[int, Any]] = {}
+    for number, model in enumerate(models):
+        for layer in layers_with_more(model):
+            layers.setdefault(id(layer), (number, layer))
+    names = numbered(layer.path or layer.name for _, layer in layers.values())
+    return [(*each, path, nth) for each, (path, nth) in zip(layers.values(), names, strict=True)]
 
 
 def load_beside(
@@ -309,6 +316,7 @@ def load_beside(
     loaded: Sequence[Any],
     where: str,
     rename: Sequence[tuple[str, str]] = (),
+    among: Sequence[int] = (),
 ) -> None:
     """Lets layers load their state, after their variables.
 
@@ -319,6 +327,7 @@ def load_beside(
         loaded: The variables that were loaded; layers of which none was are left alone.
         where: The checkpoint, for errors.
         rename: See `restore`.
+        among: For each model, its number among those that a loop saved; none if it is all of them.
 
     Raises:
         ValueError: If a layer does not take what was saved.
@@ -328,22 +337,33 @@ def load_beside(
     here = [
         each
         for each in _numbered(models)
-        if not each[0].variables or any(id(variable) in ids for variable in each[0].variables)
+        if not each[1].variables or any(id(variable) in ids for variable in each[1].variables)
     ]
-    by_layer: dict[tuple[str, int], dict[str, Saved]] = defaultdict(dict)
-    for each in _small_enough(manifest, models):
+    counts = [count for _, count in manifest.objects(BESIDE)]
+    if max(among, default=len(counts)) >= len(counts):
+        among, counts = [0] * len(models), [len(manifest.arrays.get(BESIDE, ()))]
+    owners = [number for number, count in enumerate(counts) for _ in range(count)]
+    by_layer: dict[tuple[int, str, int], dict[str, Saved]] = defaultdict(dict)
+    for owner, each in zip(owners, _small_enough(manifest, models)):
         path, name = _split(each.entry.path)
-        by_layer[path, each.entry.nth][name] = each
-    theirs = list(by_layer)
-    # By the layers' paths: what a layer has now may have other names, and other shapes.
-    found = match(
-        [Entry(path, (), "float32", nth=nth) for _, path, nth in here],
-        [Entry(path, (), "float32", nth=nth) for path, nth in theirs],
-        rename=rename,
-    )
+        by_layer[owner, path, each.entry.nth][name] = each
+    automatic = automatic_names(models)
+    pairs: dict[int, dict[str, Saved]] = {}
+    for number in set(among):
+        mine = [i for i, each in enumerate(here) if among[each[0]] == number]
+        theirs = [each for each in by_layer if each[0] == number]
+        # By the layers' paths: what a layer has now may have other names, and other shapes.
+        found = match(
+            [Entry(here[i][2], (), "float32", nth=here[i][3]) for i in mine],
+            [Entry(path, (), "float32", nth=nth) for _, path, nth in theirs],
+            automatic=automatic,
+            automatic_there=manifest.automatic,
+            rename=rename,
+        )
+        pairs |= {mine[i]: by_layer[theirs[j]] for i, j in found.pairs.items()}
     lacking = []
-    for i, (layer, _, _) in enumerate(here):
-        own = by_layer[theirs[found.pairs[i]]] if i in found.pairs else {}
+    for i, (_, layer, _, _) in enumerate(here):
+        own = pairs.get(i, {})
         values = load([(each, None, each.entry.dtype) for each in own.values()])
         by_name = dict(zip(own, values, strict=True))
         if not by_name and values_beside(layer):

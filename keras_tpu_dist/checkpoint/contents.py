@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
-from keras_tpu_dist.checkpoint.names import METRICS, OPTIMIZER, SLOTS, WEIGHTS, canonical
+from keras_tpu_dist.checkpoint.names import (
+    METRICS,
+    OPTIMIZER,
+    SLOTS,
+    WEIGHTS,
+    canonical,
+    without_numbers,
+)
 from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.text import size_text, text_table
@@ -167,7 +174,7 @@ def _bytes(manifest: Manifest, kind: str) -> int:
 def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     store = Store(directory, read_only=True)
     try:
-        steps = store.steps
+        steps = store.steps_of_run
         if not steps:
             raise none_in(store.directory)
         manifest = store.manifest(steps[-1])
@@ -178,7 +185,11 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
         for saved in manifest.arrays.get(kind, ()):
             # Without Keras's numbers, which differ between processes; equal names get a number.
-            name = "/".join(filter(None, (kind, saved.entry.slot, canonical(saved.entry.path))))
+            path = saved.entry.path
+            # An older manifest does not tell which numbers are Keras's.
+            known = manifest.automatic
+            path = canonical(path) if known is None else without_numbers(path, known)
+            name = "/".join(filter(None, (kind, saved.entry.slot, path)))
             seen[name] += 1
             found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = saved
     return found

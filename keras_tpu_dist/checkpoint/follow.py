@@ -51,33 +51,39 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
 
 
 def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
-    last, since_s = -1, time.monotonic()
-    while True:
-        # Read before the time and the agreement: a run that ends meanwhile has one more checkpoint.
-        newest, ended = _newest(directory)
-        late = timeout_s is not None and time.monotonic() - since_s > timeout_s
-        newest, ended, late = agree(
-            "looking for new checkpoints", _FIX, [newest, ended, late], [int, bool, bool]
-        )[0]
-        if newest > last:
-            yield newest
-            last, since_s = newest, time.monotonic()
-        elif ended or late:
-            return
-        else:
-            time.sleep(_POLL_S)
-
-
-def _newest(directory: str) -> tuple[int, bool]:
-    """The newest step, -1 if there is none, and whether the run has ended with it."""
-    with checkpoint_errors(directory, "read"):
-        if not folder(directory).is_dir():
-            return -1, False
-        store = Store(directory, read_only=True, alone=True)
-        try:
-            steps = store.steps
-        finally:
+    # The time of writing comes first: a run may return to an earlier step.
+    last, since_s = [0.0, -1], time.monotonic()
+    store: Store | None = None
+    try:
+        while True:
+            if store is None and folder(directory).is_dir():
+                store = Store(directory, read_only=True, alone=True)
+            # Read before the time and the agreement: a run that ends meanwhile has one more
+            # checkpoint.
+            newest, ended = _newest(store)
+            late = timeout_s is not None and time.monotonic() - since_s > timeout_s
+            newest, ended, late = agree(
+                "looking for new checkpoints",
+                _FIX,
+                [newest, ended, late],
+                [[float, int], bool, bool],
+            )[0]
+            if newest > last:
+                yield newest[1]
+                last, since_s = newest, time.monotonic()
+            elif ended or late:
+                return
+            else:
+                time.sleep(_POLL_S)
+    finally:
+        if store is not None:
             store.close()
-        if not steps:
-            return -1, False
-        return steps[-1], has_ended(folder(directory) / str(steps[-1]))
+
+
+def _newest(store: Store | None) -> tuple[list, bool]:
+    """When the newest checkpoint was written and its step, and whether the run ended with it."""
+    at_s, step = (0.0, -1) if store is None else store.newest
+    if store is None or step < 0:
+        return [at_s, step], False
+    with checkpoint_errors(store.directory, "read"):
+        return [at_s, step], has_ended(folder(store.directory) / str(step))

@@ -1,4 +1,9 @@
-"""Chooses the checkpoints to keep, locks a directory, and changes its contents.
+"""Chooses the newest checkpoint and those to keep, locks a directory, and changes its contents.
+
+A directory holds the checkpoints of one run. The time of writing decides which one is the newest,
+not the step: a run may return to an earlier step, and another one may count from 0. Checkpoints
+that are newer than the one a run returns to, and those of another run, are set aside and not
+deleted.
 
 A checkpoint is only deleted after its successor is complete and was read back. A directory is
 renamed before it is deleted, so a directory with the name of a step is always a complete
@@ -7,16 +12,20 @@ checkpoint.
 
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import os
+import re
 import socket
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -25,6 +34,9 @@ _METRICS_FILE = ("metrics", "metrics")
 _ENDED_FILE = ("metrics", "ended")
 HALF = ".orbax-checkpoint-tmp"
 _REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
+# The directory for checkpoints that nothing deletes.
+ASIDE = "set_aside"
+_A_RUN = re.compile(r"[0-9A-Za-z_-]{1,100}")
 _LOCK = ".in_use"
 # The file with the id of the run, whose checkpoints may be on the hosts' own disks.
 _RUN = "run_id"
@@ -40,13 +52,18 @@ class Known:
         finite: Whether all numbers of its weights are finite; unknown, and therefore true, for
             version 0.2 and before.
         metrics: Metrics to choose the best checkpoint by.
-        at_s: The time of its writing, in seconds since 1970, if known.
+        at_s: The time of its writing, in seconds since 1970, if known; that of its manifest's file
+            if it cannot be read.
+        run: The id of its run, if known.
+        problem: Why it cannot be read, or `""`.
     """
 
     whole: bool
     finite: bool = True
     metrics: Mapping[str, Any] = field(default_factory=dict)
     at_s: float | None = None
+    run: str | None = None
+    problem: str = ""
 
 
 def written_at_s(written: Mapping[str, Any]) -> float | None:
@@ -59,6 +76,57 @@ def written_at_s(written: Mapping[str, Any]) -> float | None:
         return datetime.datetime.fromisoformat(str(written.get("at"))).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
+
+
+def written_after(written: Mapping[str, Any], after_s: float) -> dict[str, Any]:
+    """A manifest's `written` with a later time, if its own is not later than another one.
+
+    Args:
+        written: The manifest's `written`.
+        after_s: The other time, in seconds since 1970.
+    """
+    if (written_at_s(written) or after_s + 1.0) > after_s:
+        return dict(written)
+    before = datetime.datetime.fromtimestamp(after_s, datetime.UTC)
+    later = before + datetime.timedelta(microseconds=1)
+    return {**written, "at": later.isoformat(timespec="microseconds")}
+
+
+def in_order(known: Mapping[int, Known]) -> list[int]:
+    """The steps by their time of writing, the newest last.
+
+    A checkpoint whose manifest has no time is placed after the one with the next lower step.
+
+    Args:
+        known: The facts about all checkpoints.
+
+    Example:
+
+    >>> in_order({1: Known(True, at_s=7.0), 2: Known(True, at_s=9.0), 3: Known(True, at_s=8.0)})
+    [1, 3, 2]
+    """
+    keys, at_s = [], 0.0
+    for step in sorted(known):
+        written_s = known[step].at_s
+        at_s = at_s if written_s is None else written_s
+        keys.append((at_s, step))
+    return [step for _, step in sorted(keys)]
+
+
+def of_other_runs(known: Mapping[int, Known]) -> list[int]:
+    """The steps that are not of the run of the newest checkpoint.
+
+    Args:
+        known: The facts about all checkpoints.
+
+    Example:
+
+    >>> of_other_runs({1: Known(True, at_s=9.0, run="b"), 2: Known(True, at_s=8.0, run="a")})
+    [2]
+    """
+    order = in_order(known)
+    run = next((known[step].run for step in reversed(order) if known[step].run is not None), None)
+    return [step for step in order if known[step].run not in (None, run)]
 
 
 def staying(
@@ -82,7 +150,8 @@ def staying(
     >>> staying(known, keep=2, best=None)
     {1, 2, 3}
     """
-    whole = sorted(step for step, one in known.items() if one.whole)
+    order = in_order(known)
+    whole = [step for step in order if known[step].whole]
     if keep is None or not whole:
         return set(known)
     stay = set(whole[-keep:])
@@ -94,21 +163,22 @@ def staying(
         sign = -1 if mode == "min" else 1
         worths = {step: known[step].metrics.get(name) for step in whole}
         judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
-        stay |= {step for _, step in sorted(judged)[-1:]}
+        # Of equal ones the newest.
+        stay |= {step for _, step in sorted(judged, key=lambda pair: pair[0])[-1:]}
     if every_s is not None:
-        stay |= _spaced({step: known[step].at_s for step in whole}, every_s)
+        stay |= _spaced([(step, known[step].at_s) for step in whole], every_s)
     # An unreadable checkpoint may be a temporary fault of the disk, so it stays until newer ones
     # replace it.
-    return stay | {step for step in known if step > min(stay)} - set(whole)
+    oldest = min(map(order.index, stay))
+    return stay | set(order[oldest:]) - set(whole)
 
 
-def _spaced(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
+def _spaced(written: Iterable[tuple[int, float | None]], every_s: float) -> set[int]:
     # Counted from the first checkpoint, which stays, too. If we counted from the oldest existing
     # one, the choice would shift with every deletion.
     stay: set[int] = set()
     last_s = -float("inf")
-    for step in sorted(at_s):
-        now_s = at_s[step]
+    for step, now_s in written:
         if now_s is not None and now_s - last_s >= every_s:
             stay.add(step)
             last_s = now_s
@@ -116,7 +186,9 @@ def _spaced(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
 
 
 def whole_steps(root: Any, local: bool) -> list[int]:
-    """The steps with a complete checkpoint, the newest last.
+    """The steps with a complete checkpoint, in order of their numbers.
+
+    A directory with the name of a step that is not complete is reported in the log.
 
     Args:
         root: The directory.
@@ -129,7 +201,28 @@ def whole_steps(root: Any, local: bool) -> list[int]:
         import orbax.checkpoint as ocp
 
         steps = [found.step for found in ocp.path.step.standard_name_format().find_all(root)]
-    return sorted(step for step in steps if has_parts(root / str(step)))
+    whole = []
+    for step in sorted(steps):
+        path = root / str(step)
+        if has_parts(path):
+            whole.append(step)
+        # Another process may have deleted it just now.
+        elif is_there(path):
+            lacking = "arrays" if path.joinpath(*MANIFEST_FILE).exists() else "manifest"
+            log_once(
+                f"checkpoint {step} is skipped: {os.fspath(path)!r} has no {lacking}",
+                logging.WARNING,
+            )
+    return whole
+
+
+def is_there(path: Any) -> bool:
+    """Whether a path exists, also as a link to nothing.
+
+    Args:
+        path: The path.
+    """
+    return path.exists() or os.path.islink(path)
 
 
 def has_parts(path: Any) -> bool:
@@ -208,42 +301,80 @@ def remove(path: Any) -> None:
         path: The directory.
     """
     gone = path.parent / f"{path.name}{_REMOVED}"
-    if gone.exists():
-        gone.rmtree()
+    if is_there(gone):
+        _delete(gone)
     path.rename(gone)
-    gone.rmtree()
+    _delete(gone)
 
 
-def set_aside(path: Any) -> None:
+def _delete(path: Any) -> None:
+    if os.path.islink(path):
+        # The user moved it elsewhere, to a larger disk for example. That is not ours to delete.
+        logger.info("%s was a link: only the link is deleted", path)
+        path.unlink()
+    else:
+        path.rmtree()
+
+
+def replace_later(path: Any) -> None:
     """Renames the checkpoint of a step that is about to be written again; see `settle`.
 
     Args:
         path: The directory of the old one.
     """
     aside = path.parent / f"{path.name}{_REPLACED}"
-    if aside.exists():
-        aside.rmtree()
+    if is_there(aside):
+        _delete(aside)
     path.rename(aside)
 
 
-def settle(root: Any) -> None:
+def set_aside(path: Any, step: int, run: str | None) -> None:
+    """Moves a checkpoint to a directory from which nothing deletes it.
+
+    If the same run has set this step aside before, the newer one replaces it.
+
+    Args:
+        path: The directory of the checkpoint.
+        step: Its step.
+        run: Its run.
+    """
+    # The run comes from a file that anybody may have written.
+    name = run or "unknown"
+    if not _A_RUN.fullmatch(name):
+        name = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:12]
+    to = path.parent / ASIDE / name / str(step)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if is_there(to):
+        remove(to)
+    if os.path.islink(path):
+        # It may be relative.
+        os.symlink(os.path.realpath(path), to)
+        path.unlink()
+    else:
+        path.rename(to)
+
+
+def settle(root: Any, run_of: Callable[[Any], str | None] = lambda path: None) -> None:
     """Cleans up after a killed process.
 
-    Partial directories are deleted; a checkpoint that was set aside gets its name back unless its
-    successor is complete.
+    Partial directories are deleted; a checkpoint that was about to be replaced gets its name back
+    unless its successor is complete. If that is of another run, the old one is set aside.
 
     Args:
         root: The directory of checkpoints.
+        run_of: A function from a checkpoint's directory to its run, if known.
     """
     for path in list(root.iterdir()):
         if path.name.endswith(_REPLACED):
             step = root / path.name.removesuffix(_REPLACED)
-            if has_parts(step):
+            if not has_parts(step):
+                path.rename(step)
+            elif run_of(path) in (None, run_of(step)):
                 remove(path)
             else:
-                path.rename(step)
+                set_aside(path, int(step.name), run_of(path))
         elif path.name.endswith(_REMOVED) or HALF in path.name:
-            path.rmtree()
+            _delete(path)
 
 
 def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
@@ -307,19 +438,16 @@ class Lock:
 
     def __init__(self, directory: str):
         self._path = os.path.join(directory, _LOCK)
-        self._file: int | None = None
-        while self._file is None:
-            self._file = self._locked()
+        file = None
+        while file is None:
+            file = self._locked()
+        # At exit the system lets go of it.
+        self._let_go = weakref.finalize(self, _let_go, self._path, file, os.getpid())
+        self._let_go.atexit = False
 
     def release(self) -> None:
-        """Lets other processes write."""
-        if self._file is None:
-            return
-        # The user may have deleted the directory.
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-        os.close(self._file)
-        self._file = None
+        """Lets others write; so does the end of this object."""
+        self._let_go()
 
     def _locked(self) -> int | None:
         import fcntl
@@ -330,12 +458,17 @@ class Lock:
         except BlockingIOError:
             who = os.read(file, 200).decode(errors="replace")
             os.close(file)
+            fix = "or wait for the other to end."
+            if who == _this_process():
+                who = f"{who}, this process,"
+                fix = "or end the other use first: a fit ends by itself, a LoopCheckpoint with its "
+                fix += "`with` block or by close()."
             raise CheckpointError(
                 message(
                     "Only one fit at a time can write into a directory of checkpoints.",
                     received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
-                    fix="Use a different directory for every run and every Checkpoint of a fit, or "
-                    "wait for the other to end.",
+                    fix="Use a different directory for every run and every Checkpoint of a fit, "
+                    + fix,
                 )
             ) from None
         except OSError as error:
@@ -350,5 +483,18 @@ class Lock:
             os.close(file)
             return None
         os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} of {socket.gethostname()}".encode())
+        os.write(file, _this_process().encode())
         return file
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} of {socket.gethostname()}"
+
+
+def _let_go(path: str, file: int, process: int) -> None:
+    # A fork has a copy of the object, and not the lock.
+    if os.getpid() == process:
+        # The user may have deleted the directory.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os.close(file)

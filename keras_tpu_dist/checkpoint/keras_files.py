@@ -316,6 +316,11 @@ class KerasDirectory:
         with checkpoint_errors(self.directory, "read"):
             return sorted(orbax().utils.checkpoint_steps(self._path))
 
+    @property
+    def steps_of_run(self) -> list[int]:
+        """See `Store`; Keras notes no run."""
+        return self.steps
+
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step's checkpoint.
 

@@ -35,6 +35,7 @@ from keras_tpu_dist.checkpoint.keeping import (
     Known,
     Lock,
     remove,
+    replace_later,
     set_aside,
     settle,
     staying,
@@ -300,7 +301,7 @@ class LocalTier:
                 _flush(file)
             done = self._root / str(step)
             if done.exists():
-                set_aside(done)
+                replace_later(done)
             os.rename(half, done)
             _copy(self._own, step)  # read back
             settle(self._root)
@@ -429,11 +430,6 @@ class LocalTier:
             self._manifest = from_json(json.loads(flat.tobytes()), where)
             self._parts = parts_of(self._manifest)
 
-    @property
-    def steps(self) -> list[int]:
-        """The step of `found`, if any."""
-        return [] if self.found is None else [self.found.step]
-
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint in `found`.
 
@@ -442,6 +438,21 @@ class LocalTier:
         """
         assert self._manifest is not None, step
         return self._manifest
+
+    def set_later_aside(self, step: int) -> None:
+        """Sets aside this process's checkpoints with a larger step: the run returns to an earlier.
+
+        Args:
+            step: The step that it returns to.
+
+        Raises:
+            CheckpointError: If it cannot be done.
+        """
+        self.found, self._known = None, {}
+        with checkpoint_errors(self._own, "written"):
+            for later in whole_steps(self._root, local=True):
+                if later > step:
+                    set_aside(self._root / str(later), later, _read_manifest(self._own, later).run)
 
     def goes_on(self) -> None:
         """Notes that the fit resumes from `found`: it stays until a newer one is complete."""
@@ -666,10 +677,10 @@ def _flush(file: Any) -> None:
 
 def _read_manifest(directory: str, step: int) -> Manifest:
     with checkpoint_errors(directory, "read", step):
-        check_files(directory, step)
+        check_files(directory, str(step))
         with open(os.path.join(directory, str(step), *MANIFEST_FILE), encoding="utf-8") as file:
             content = json.load(file)
-    return from_json(content, f"Checkpoint {step} of {directory!r}")
+    return from_json(content, f"Checkpoint {step} of {directory!r}", step)
 
 
 def _copy(directory: str, step: int) -> Copy:

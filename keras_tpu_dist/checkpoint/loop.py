@@ -1,9 +1,13 @@
 """Saves and resumes custom loops: models, optimizers, metrics, the position in the input."""
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +24,8 @@ from keras_tpu_dist.checkpoint.names import (
     SLOTS,
     WEIGHTS,
     Entry,
+    Matching,
+    automatic_names,
     entry_of,
     follow,
     match,
@@ -44,6 +50,28 @@ _FIX = "Use the same LoopCheckpoint in all processes."
 _WHERE = 'Write for example ktd.LoopCheckpoint("run7", model, optimizer, dataset).'
 _WITH_LOCAL = f'{_WHERE[:-2]}, local="/ssd/run7").'
 _Plain = (bool, int, float, str)
+# Those of this process that are not closed, by directory.
+_open: weakref.WeakValueDictionary[str, "LoopCheckpoint"] = weakref.WeakValueDictionary()
+
+
+def _while_open(method: Callable) -> Callable:
+    """A method that uses the directory: one at a time, and not after `close`."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        with self._turn:
+            if self._is_closed:
+                raise CheckpointError(
+                    message(
+                        "A LoopCheckpoint that was closed saves and restores nothing.",
+                        received=f"{method.__name__} for {self._store.directory!r}, "
+                        f"{self._is_closed}.",
+                        fix="Make a new LoopCheckpoint, and use that one alone.",
+                    )
+                )
+            return method(self, *args, **kwargs)
+
+    return guarded
 
 
 class LoopCheckpoint:
@@ -55,10 +83,16 @@ class LoopCheckpoint:
     the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` loads the model alone. If your
     machine may be preempted, check `preempted` after every step.
 
+    A directory holds the checkpoints of one run. If it has some, call `restore`: then the run goes
+    on. If you save without it, another run begins. A warning says so, and once it has a checkpoint,
+    those of the old run are set aside: they are in `set_aside`, and nothing deletes them.
+
     Args:
         directory: The directory for the checkpoints; one loop per directory, the same for all
-            processes.
-        *objects: The objects that change.
+            processes. A `LoopCheckpoint` of this process that was not closed, and not used in a
+            `with` block, is closed first.
+        *objects: The objects that change. Give the same ones in the same order to `restore`: models
+            are matched by their order, and their variables by their names.
         keep: How many of the newest checkpoints to keep; `None` for all.
         asynchronous: Whether the loop continues while a checkpoint is written. If so, use it in a
             `with` block, whose end waits for the last one.
@@ -110,9 +144,15 @@ class LoopCheckpoint:
                 )
             )
         self._parts = _Parts(objects)
+        self._turn, self._is_closed, self._is_entered = threading.RLock(), "", False
+        place = os.path.realpath(path) if is_on_this_host(path) else path
+        before = _open.get(place)
+        if before is not None and not before._is_entered:
+            before._give_way()
         self._store = Store(path, keep=keep, asynchronous=asynchronous)
         self._tiers = Tiers(self._store, local, asynchronous, _FIX)
         self._preemption: Preemption | None = None
+        _open[place] = self
 
     @property
     def preempted(self) -> bool:
@@ -126,6 +166,8 @@ class LoopCheckpoint:
         if self._preemption is None:
             self._preemption = Preemption()
             self._preemption.start()
+            # If this object is deleted without `close`, the signal must not wait for ever.
+            weakref.finalize(self, _stop, self._preemption).atexit = False
         return self._preemption.comes()
 
     @property
@@ -133,6 +175,7 @@ class LoopCheckpoint:
         """The steps that have a complete checkpoint, the newest last."""
         return self._store.steps
 
+    @_while_open
     def save(self, step: int, **numbers: bool | int | float | str) -> None:
         """Saves the current state of everything.
 
@@ -148,6 +191,7 @@ class LoopCheckpoint:
         saved = self._snapshot("LoopCheckpoint.save", step, numbers)
         self._store.save(int(step), *saved)
 
+    @_while_open
     def save_local(self, step: int, **numbers: bool | int | float | str) -> None:
         """Saves the current state of everything on the hosts' own disks, in the directory `local`.
 
@@ -204,29 +248,43 @@ class LoopCheckpoint:
             "loop_positions": [positions for positions, _ in answers],
             "global_seed": _keras.global_seed(),
             "run": self._tiers.run,
+            "objects": self._parts.counts(),
         }
-        return snapshot(self._parts, training, {}, _Parts.state, self._parts.models)
+        return snapshot(self._parts, training, {}, _Parts.state, self._parts.objects)
 
-    def restore(self) -> dict[str, Any]:
-        """Loads the newest complete checkpoint, if there is one.
+    @_while_open
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        """Loads the newest complete checkpoint, if there is one, or that of a step.
+
+        The newest one is the one that was written last. With `step`, the run returns to that
+        checkpoint, and newer ones are set aside: they are in `set_aside`, and nothing deletes them.
+
+        Args:
+            step: The step to return to; `None` for the newest checkpoint.
 
         Returns:
             A dict with the "step" and the numbers passed to `save`, empty if there is no
             checkpoint.
 
         Raises:
-            ValueError: If it was saved with other objects.
-            CheckpointError: If there are checkpoints and none can be read.
+            ValueError: If it was saved with other objects, or `step` is not a whole number.
+            CheckpointError: If there are checkpoints and none can be read, or none of `step`.
         """
+        if step is not None:
+            check_counts("LoopCheckpoint.restore", 0, step=step)
         finish(self._tiers.wait)
-        steps = agreed_steps(self._store)
+        steps = agreed_steps(self._store, step)
+        if step is not None:
+            noted = self._load(self._store, step)
+            self._tiers.return_to(step)
+            return noted
         self._tiers.look_for_local()
         if noted := self._tiers.load_local(self._load):
             return noted
         errors = []
-        for step in reversed(steps):
+        for each in reversed(steps):
             try:
-                return self._load(self._store, step)
+                return self._load(self._store, each)
             except CheckpointError as error:
                 errors.append(str(error))
                 logger.warning("%s Trying the previous checkpoint.", error)
@@ -253,12 +311,12 @@ class LoopCheckpoint:
             lambda wanted: tier.load(step, wanted),
             [variable for _, variable in chosen],
             f"checkpoint {step} of {tier.directory!r}",
+            among=range(len(self._parts.models)),
         )
         _keras.set_global_seed(manifest.training.get("global_seed"))
         for dataset, place in zip(self._parts.datasets, places, strict=True):
             dataset.begin_at(place)
-        run = manifest.training.get("run")
-        self._tiers.run = run if isinstance(run, str) else ""
+        self._tiers.run = manifest.run or ""
         return {"step": step, **numbers}
 
     def close(self) -> None:
@@ -269,17 +327,41 @@ class LoopCheckpoint:
         Raises:
             CheckpointError: If it could not be written.
         """
+        with self._turn:
+            self._close("which was closed before")
+
+    def _close(self, why: str) -> None:
+        self._is_closed = self._is_closed or why
         try:
             self._tiers.close()
         finally:
             if self._preemption is not None:
                 self._preemption.stop()
 
+    def _give_way(self) -> None:
+        """Closes it for another one of this process, such as that of a cell that is run again."""
+        with self._turn:  # what another thread is saving ends first
+            if not self._is_closed:
+                logger.warning(
+                    "a LoopCheckpoint of %s was not closed, and is closed now for a new one: use "
+                    "it in a `with` block",
+                    self._store.directory,
+                )
+                finish(lambda: self._close("for which another LoopCheckpoint was made"))
+
     def __enter__(self) -> "LoopCheckpoint":
+        self._is_entered = True
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._is_entered = False
         self.close()
+
+
+def _stop(preemption: Preemption) -> None:
+    # The collector may run in any thread; only the main one may set handlers.
+    if threading.current_thread() is threading.main_thread():
+        preemption.stop()
 
 
 class _Parts:
@@ -304,6 +386,7 @@ class _Parts:
             )
         for dataset in self.datasets:
             dataset.keep_position()
+        self.objects = objects
         # For the manifest, like those of a model.
         self.name = self.models[0].name if self.models else "loop"
         self.optimizer = self.optimizers[0] if self.optimizers else None
@@ -317,37 +400,56 @@ class _Parts:
 
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, with their entries. See `names.named_state`."""
-        of_models = _once(v for m in self.models for v in m.variables)
-        nth = {id(v): n for v, (_, n) in zip(of_models, numbered(v.path for v in of_models))}
-        of_optimizers = _once(v for one in self.optimizers for v in one.variables)
+        of_each = self._by_object()
+        return {kind: [pair for own in each for pair in own] for kind, each in of_each.items()}
+
+    def counts(self) -> dict[str, list[list]]:
+        """The names of the objects and the numbers of their arrays, by kind, for the manifest."""
+        kinds = (self.models, self.optimizers, self.optimizers, self.others)
+        return {
+            kind: [[str(item.name), len(own)] for item, own in zip(items, each)]
+            for (kind, each), items in zip(self._by_object().items(), kinds)
+        }
+
+    def _by_object(self) -> dict[str, list[list[tuple[Entry, Any]]]]:
+        """The variables by kind and object; one that several objects share is of the first."""
+        of_models = _once(m.variables for m in self.models)
+        every = [v for own in of_models for v in own]
+        nth = {id(v): n for v, (_, n) in zip(every, numbered(v.path for v in every))}
+        of_optimizers = _once(one.variables for one in self.optimizers)
         slots = {
             id(slot): (name, weight)
             for one in self.optimizers
             for name, slot, weight in _keras.optimizer_slots(SimpleNamespace(optimizer=one))
         }
-        own_slots = [v for v in of_optimizers if id(v) in slots]
-        rest = [v for v in of_optimizers if id(v) not in slots]
-        others = _once(v for item in self.others for v in _variables_of(item))
         return {
-            WEIGHTS: [(replace(entry_of(v), nth=nth[id(v)]), v) for v in of_models],
-            SLOTS: [(_of_slot(v, *slots[id(v)], nth), v) for v in own_slots],
-            OPTIMIZER: _numbered(rest),
-            METRICS: _numbered(others),
+            WEIGHTS: [
+                [(replace(entry_of(v), nth=nth[id(v)]), v) for v in own] for own in of_models
+            ],
+            SLOTS: [
+                [(_of_slot(v, *slots[id(v)], nth), v) for v in own if id(v) in slots]
+                for own in of_optimizers
+            ],
+            OPTIMIZER: _numbered([[v for v in own if id(v) not in slots] for own in of_optimizers]),
+            METRICS: _numbered(_once(_variables_of(item) for item in self.others)),
         }
 
     def chosen(self, manifest: Manifest, step: int) -> list:
         """The saved arrays, and the variables they are for; all of them, or an error."""
-        state = self.state()
+        state, automatic = self.state(), automatic_names(self.objects)
         matching = {
-            kind: match([entry for entry, _ in state[kind]], manifest.entries(kind))
-            for kind in (WEIGHTS, OPTIMIZER, METRICS)
+            kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, OPTIMIZER, METRICS)
         }
         saved = manifest.entries(WEIGHTS)
         names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
         sources = {
             names[i]: (saved[j].path, saved[j].nth) for i, j in matching[WEIGHTS].pairs.items()
         }
-        slots = follow([entry for entry, _ in state[SLOTS]], manifest.entries(SLOTS), sources)
+        slots = {
+            start + i: start_there + j
+            for start, start_there, own, there in self._side_by_side(SLOTS, manifest)
+            for i, j in follow(own, there, sources).items()
+        }
         whole = len(slots) == len(state[SLOTS]) == len(manifest.entries(SLOTS))
         if not whole or not all(found.complete for found in matching.values()):
             raise ValueError(_misfit(step, matching, state, manifest))
@@ -356,6 +458,46 @@ class _Parts:
             (manifest.arrays[kind][j], state[kind][i][1])
             for kind, those in pairs.items()
             for i, j in those.items()
+        ]
+
+    def _matched(self, kind: str, manifest: Manifest, automatic: frozenset[str]) -> Matching:
+        """Matches the objects in their order, and what is in each of them by name."""
+        parts = [
+            match(own, there, automatic=automatic, automatic_there=manifest.automatic).moved(
+                *starts
+            )
+            for *starts, own, there in self._side_by_side(kind, manifest)
+        ]
+        found = Matching.joined(parts)
+        if found.complete or len(parts) < 2:
+            return found
+        # In another order, only the user's own names tell.
+        by_name = match(
+            [entry for entry, _ in self.state()[kind]], manifest.entries(kind), automatic=()
+        )
+        paths = {entry.path for entry in manifest.entries(kind)}
+        given = not any(automatic.intersection(path.split("/")) for path in paths)
+        # Equal paths would be told apart by their order alone.
+        is_clear = given and len(paths) == len(manifest.entries(kind))
+        return by_name if by_name.complete and is_clear else found
+
+    def _side_by_side(
+        self, kind: str, manifest: Manifest
+    ) -> list[tuple[int, int, list[Entry], list[Entry]]]:
+        """For each object, where its entries begin, here and in the checkpoint, and the entries.
+
+        Everything is one object if an older version saved it, or another number of objects.
+        """
+        here = [[entry for entry, _ in own] for own in self._by_object()[kind]]
+        there = manifest.entries(kind)
+        counts = [count for _, count in manifest.objects(kind)]
+        if len(counts) != len(here):
+            here, counts = [[entry for own in here for entry in own]], [len(there)]
+        starts = [0, *itertools.accumulate(map(len, here))]
+        starts_there = [0, *itertools.accumulate(counts)]
+        return [
+            (start, start_there, own, there[start_there : start_there + count])
+            for start, start_there, own, count in zip(starts, starts_there, here, counts)
         ]
 
     def build_optimizer(self) -> None:
@@ -377,8 +519,14 @@ class _Parts:
             unbuilt[0].build(self.models[0].trainable_variables)
 
 
-def _once(variables: Any) -> list:
-    return list({id(v): v for v in variables}.values())
+def _once(of_each: Iterable[list]) -> list[list]:
+    """The variables of each object, without those that an object before has, too."""
+    seen: set[int] = set()
+    found = []
+    for variables in of_each:
+        found.append([v for v in {id(v): v for v in variables}.values() if id(v) not in seen])
+        seen.update(map(id, variables))
+    return found
 
 
 def _variables_of(item: Any) -> list:
@@ -387,9 +535,9 @@ def _variables_of(item: Any) -> list:
     return [item.state] if isinstance(item, keras.random.SeedGenerator) else item.variables
 
 
-def _numbered(variables: list) -> list[tuple[Entry, Any]]:
-    numbers = [n for _, n in numbered(v.path for v in variables)]
-    return [(replace(entry_of(v), nth=n), v) for v, n in zip(variables, numbers)]
+def _numbered(of_each: list[list]) -> list[list[tuple[Entry, Any]]]:
+    numbers = iter([n for _, n in numbered(v.path for own in of_each for v in own)])
+    return [[(replace(entry_of(v), nth=next(numbers)), v) for v in own] for own in of_each]
 
 
 def _of_slot(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
@@ -427,6 +575,6 @@ def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) ->
     return message(
         f"Checkpoint {step} can only be loaded into the objects it was saved from.",
         received=f"{'; '.join(parts)}.",
-        fix="Give LoopCheckpoint the same objects as the program that saved it; for a model alone "
-        "use ktd.restore.",
+        fix="Give LoopCheckpoint the same objects, in the same order, as the program that saved "
+        "it; for a model alone use ktd.restore.",
     )

@@ -78,12 +78,15 @@ class Manifest:
         written: The versions and the mesh of the program that wrote it.
         parts: If every host wrote its own checkpoint, the parts of the arrays in this one. See
             `keras_tpu_dist.checkpoint.parts`.
+        automatic: The names in paths that Keras gave; `None` if unknown. See
+            `keras_tpu_dist.checkpoint.names.automatic_names`.
     """
 
     arrays: dict[str, tuple[Saved, ...]]
     training: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    automatic: frozenset[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with a checksum."""
@@ -95,6 +98,8 @@ class Manifest:
         }
         if self.parts:
             content["parts"] = self.parts
+        if self.automatic is not None:
+            content["automatic"] = sorted(self.automatic)
         return {"crc32": _crc32(content), **content}
 
     def lacks(self, names: Iterable[str]) -> list[str]:
@@ -113,16 +118,35 @@ class Manifest:
         """
         return [saved.entry for saved in self.arrays.get(kind, ())]
 
+    @property
+    def run(self) -> str | None:
+        """The id of the run, if known."""
+        run = self.training.get("run")
+        return run if isinstance(run, str) and run else None
 
-def from_json(data: Any, where: str) -> Manifest:
+    def objects(self, kind: str) -> list[tuple[str, int]]:
+        """The names of the objects of a loop and the numbers of their arrays, in their order.
+
+        Args:
+            kind: `"weights"`, for example.
+
+        Returns:
+            A list; empty if unknown.
+        """
+        return [(name, count) for name, count in self.training.get("objects", {}).get(kind, ())]
+
+
+def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
     """Restores a manifest from plain data.
 
     Args:
         data: The result of `Manifest.to_json`.
         where: The checkpoint, for errors.
+        step: The checkpoint's step, by the name of its directory.
 
     Raises:
-        CheckpointError: If it has a newer version, or was changed since it was written.
+        CheckpointError: If it has a newer version, was changed since it was written, or is that of
+            another step.
     """
     if not isinstance(data, Mapping) or "arrays" not in data:
         raise CheckpointError(
@@ -143,8 +167,18 @@ def from_json(data: Any, where: str) -> Manifest:
                 fix=_OTHER,
             )
         ) from error
+    own = data["training"].get("step", step)
+    if step is not None and own != step:
+        raise CheckpointError(
+            message(
+                f"{where} is that of another step: its directory was renamed.",
+                received={"name": step, "step in the manifest": own},
+                fix=f"Rename it to {own}.",
+            )
+        )
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
-    return Manifest(arrays, data["training"], data["written"], data.get("parts", {}))
+    automatic = frozenset(data["automatic"]) if "automatic" in data else None
+    return Manifest(arrays, data["training"], data["written"], data.get("parts", {}), automatic)
 
 
 def _check_version(data: Mapping, where: str) -> None:
@@ -207,11 +241,25 @@ def _check(data: Mapping) -> None:
         for row in rows:
             _check_row(row)
     _expect(isinstance(data.get("parts", {}), dict), "parts", data.get("parts"))
+    automatic = data.get("automatic", [])
+    _expect(isinstance(automatic, list) and all(map(_is_name, automatic)), "automatic", automatic)
     written = data["written"]
     mesh = written.get("mesh", {})
     _expect(isinstance(mesh, dict) and all(map(_is_count, mesh.values())), "written.mesh", mesh)
     _expect(_is_count(written.get("processes", 1)), "written.processes", written.get("processes"))
     _check_training(data["training"])
+    _check_objects(data["training"].get("objects", {}), data["arrays"])
+
+
+def _check_objects(objects: Any, arrays: Mapping) -> None:
+    _expect(isinstance(objects, dict), "training.objects", objects)
+    for kind, named in objects.items():
+        where = f"training.objects.{kind}"
+        _expect(isinstance(named, list), where, named)
+        for each in named:
+            pair = isinstance(each, list) and len(each) == 2
+            _expect(pair and _is_name(each[0]) and _is_count(each[1]), where, each)
+        _expect(sum(count for _, count in named) == len(arrays.get(kind, ())), where, named)
 
 
 def _check_row(row: Any) -> None:

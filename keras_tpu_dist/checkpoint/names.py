@@ -2,11 +2,12 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean
@@ -14,6 +15,8 @@ from keras_tpu_dist.common.patterns import check_matched, matches
 
 T = TypeVar("T")
 WEIGHTS, SLOTS, OPTIMIZER, METRICS = "weights", "slots", "optimizer", "metrics"
+# Keras numbers them, too; they are no layers, and have no list.
+_ALWAYS_AUTOMATIC = ("seed_generator", "variable")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,33 @@ class Matching:
     def complete(self) -> bool:
         """Whether every array has its counterpart."""
         return not (self.missing or self.unexpected or self.reshaped)
+
+    def moved(self, start: int, start_there: int) -> "Matching":
+        """The same for arrays that are a part of more.
+
+        Args:
+            start: The index of the first variable among all.
+            start_there: The index of the first saved array among all.
+        """
+        pairs = {start + i: start_there + j for i, j in self.pairs.items()}
+        return replace(self, pairs=pairs)
+
+    @staticmethod
+    def joined(parts: Iterable["Matching"]) -> "Matching":
+        """One for all parts.
+
+        Args:
+            parts: Those of parts; see `moved`.
+        """
+        every = list(parts)
+        return Matching(
+            {i: j for each in every for i, j in each.pairs.items()},
+            tuple(path for each in every for path in each.missing),
+            tuple(path for each in every for path in each.unexpected),
+            tuple(words for each in every for words in each.reshaped),
+            {old: new for each in every for old, new in each.renamed.items()},
+            tuple(path for each in every for path in each.kept),
+        )
 
 
 def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
@@ -112,31 +142,45 @@ def match(
     here: Sequence[Entry],
     saved: Sequence[Entry],
     *,
+    automatic: Collection[str],
+    automatic_there: Collection[str] | None = None,
     exclude: Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
 ) -> Matching:
-    """Finds the saved array of every variable: by path, or by order if only numbers differ.
+    """Finds the saved array of every variable: by path, or by order if only Keras's numbers differ.
 
     Keras numbers layers without a name, from the start in every process: the second model of a
     process has `dense_2` instead of the first model's `dense`. So if the paths in the checkpoint
-    and the model differ only in such numbers, they are paired in the order of the numbers.
+    and the model differ only in such numbers, they are paired in the order of the numbers. A number
+    in a name that the user gave is part of the name.
 
     Args:
         here: The entries of the variables.
         saved: The entries of the saved arrays.
+        automatic: The names that Keras gave; see `automatic_names`.
+        automatic_there: Those of the program that saved; `None` if unknown: then names that differ
+            from one in `automatic` by the number only.
         exclude: Patterns (`fnmatch`) of paths to leave out, in the model and the checkpoint.
         rename: Pairs of a regular expression and its replacement in saved paths.
     """
     wanted = {i: entry for i, entry in enumerate(here) if not matches(entry.path, exclude)}
     kept = tuple(entry.path for i, entry in enumerate(here) if i not in wanted)
-    paths = [_renamed(entry.path, rename) for entry in saved]
-    check_excluded(exclude, [*(entry.path for entry in here), *paths])
+    paths = [renamed(entry.path, rename) for entry in saved]
     offered = {i: path for i, path in enumerate(paths) if not matches(path, exclude)}
-    groups_here = _grouped({i: entry.path for i, entry in wanted.items()})
-    groups_saved = _grouped(offered)
+    if automatic_there is None:
+        bases = {canonical(name) for name in automatic}
+        parts = {part for path in offered.values() for part in path.split("/")}
+        automatic_there = {part for part in parts if canonical(part) in bases}
+    mine = _grouped({i: entry.path for i, entry in wanted.items()}, automatic)
+    theirs = _grouped(offered, automatic_there)
     pairs: dict[int, int] = {}
-    for name, indices in groups_here.items():
-        pairs |= _paired(indices, groups_saved.get(name, []), here, saved, paths)
+    for name, indices in mine.items():
+        if len(indices) == len(theirs.get(name, ())):
+            pairs |= _paired(indices, theirs[name], here, saved, paths)
+    # With different numbers of arrays, pairs by order would be wrong.
+    left = [i for i in wanted if i not in pairs]
+    taken = set(pairs.values())
+    pairs |= _equal(left, [j for j in offered if j not in taken], here, saved, paths)
     reshaped = {i: j for i, j in pairs.items() if not _fits(here[i], saved[j])}
     pairs = {i: j for i, j in pairs.items() if i not in reshaped}
     used = {*pairs.values(), *reshaped.values()}
@@ -195,6 +239,48 @@ def numbered(names: Iterable[T]) -> list[tuple[T, int]]:
         found.append((name, seen[name]))
         seen[name] += 1
     return found
+
+
+def automatic_names(objects: Iterable[Any]) -> frozenset[str]:
+    """The names that Keras gave to objects without one, and to what is in them.
+
+    Keras makes them of the class: `dense_3` for a `Dense`. So `task_3` of a `Dense` is the user's.
+
+    Args:
+        objects: Models, layers, optimizers, metrics, and other objects with a name.
+
+    Example:
+
+    >>> import keras
+    >>> model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(2, name="task_1")])
+    >>> sorted(canonical(name) for name in automatic_names([model]))
+    ['dense', 'sequential']
+    """
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for item in _named_in(objects):
+        name, own = str(getattr(item, "name", "")), _keras.to_snake_case(type(item).__name__)
+        kinds[canonical(name) == own].add(name)
+        if isinstance(item, keras.layers.Bidirectional):
+            for layer in (item.forward_layer, item.backward_layer):
+                base = layer.name.partition("_")[2]  # "forward_lstm_3"
+                if canonical(base) == _keras.to_snake_case(type(layer).__name__):
+                    kinds[True].add(layer.name)
+                    kinds[False].discard(layer.name)
+    return frozenset(kinds[True] - kinds[False])
+
+
+def _named_in(objects: Iterable[Any]) -> Iterator[Any]:
+    for item in objects:
+        if not isinstance(item, keras.Layer):
+            yield item
+            # `LossScaleOptimizer`
+            yield from _named_in(filter(None, [getattr(item, "inner_optimizer", None)]))
+            continue
+        yield from _keras.flatten_layers(item)
+        optimizer, metrics = getattr(item, "optimizer", None), getattr(item, "metrics", ())
+        yield from _named_in(filter(None, [optimizer]))
+        for metric in metrics:
+            yield from (metric, *getattr(metric, "metrics", ()))
 
 
 def canonical(path: str) -> str:
@@ -275,16 +361,40 @@ def _form(entry: Entry, other: Entry) -> str:
     return f"{entry.shape}" + ("" if same_kind(entry.dtype, other.dtype) else f" {entry.dtype}")
 
 
-def _renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:
+def renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:
+    """A saved path as the user has renamed it.
+
+    Args:
+        path: The path.
+        rename: Pairs of a regular expression and its replacement.
+    """
     for pattern, replacement in rename:
         path = re.sub(pattern, replacement, path)
     return path
 
 
-def _grouped(paths: Mapping[int, str]) -> dict[str, list[int]]:
+def without_numbers(path: str, automatic: Collection[str]) -> str:
+    """A path without the numbers in names that Keras gave.
+
+    Args:
+        path: A variable's path.
+        automatic: The names that Keras gave; see `automatic_names`.
+
+    Example:
+
+    >>> without_numbers("sequential_3/task_12/kernel", {"sequential_3"})
+    'sequential/task_12/kernel'
+    """
+    return "/".join(
+        canonical(part) if part in automatic or canonical(part) in _ALWAYS_AUTOMATIC else part
+        for part in path.split("/")
+    )
+
+
+def _grouped(paths: Mapping[int, str], automatic: Collection[str]) -> dict[str, list[int]]:
     groups = defaultdict(list)
     for i, path in paths.items():
-        groups[canonical(path)].append(i)
+        groups[without_numbers(path, automatic)].append(i)
     return groups
 
 
@@ -295,19 +405,29 @@ def _paired(
     saved: Sequence[Entry],
     paths: Sequence[str],
 ) -> dict[int, int]:
+    """Pairs of as many variables as arrays, whose paths differ in Keras's numbers only."""
+    if Counter(here[i].path for i in indices) == Counter(paths[j] for j in candidates):
+        return _equal(indices, candidates, here, saved, paths)
     indices = sorted(indices, key=lambda i: here[i].nth)
     candidates = sorted(candidates, key=lambda j: saved[j].nth)
-    mine, theirs = [here[i].path for i in indices], [paths[j] for j in candidates]
-    if Counter(mine) == Counter(theirs) or len(mine) != len(theirs):
-        # By name, and in order among equal names. With different numbers of arrays, pairs by order
-        # would be wrong.
-        left = defaultdict(list)
-        for j in candidates:
-            left[paths[j]].append(j)
-        return {i: left[here[i].path].pop(0) for i in indices if left[here[i].path]}
     return dict(
         zip(
             in_order_of_numbers(indices, lambda i: here[i].path),
             in_order_of_numbers(candidates, lambda j: paths[j]),
         )
     )
+
+
+def _equal(
+    indices: Iterable[int],
+    candidates: Iterable[int],
+    here: Sequence[Entry],
+    saved: Sequence[Entry],
+    paths: Sequence[str],
+) -> dict[int, int]:
+    """Pairs of equal paths, in their order."""
+    left = defaultdict(list)
+    for j in sorted(candidates, key=lambda j: saved[j].nth):
+        left[paths[j]].append(j)
+    ordered = sorted(indices, key=lambda i: here[i].nth)
+    return {i: left[here[i].path].pop(0) for i in ordered if left[here[i].path]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import math
 import os
@@ -29,8 +30,11 @@ from keras_tpu_dist.checkpoint.names import (
     SLOTS,
     WEIGHTS,
     Matching,
+    automatic_names,
+    check_excluded,
     follow,
     match,
+    renamed,
     unmatched_text,
 )
 from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
@@ -134,17 +138,9 @@ def load_newest(
         CheckpointError: If none can be read.
     """
     _check_built(model)
-    steps = agreed_steps(store)
-    if step is not None and step not in steps:
-        raise CheckpointError(
-            message(
-                f"There is no checkpoint {step} in {store.directory!r}.",
-                received={"step": step},
-                fix=f"There are: {steps}.",
-            )
-        )
+    steps = agreed_steps(store, step)
     errors = []
-    for candidate in [step] if step is not None else reversed(steps):
+    for candidate in reversed(steps):
         try:
             return load(model, store, candidate, strict, exclude, rename, needs)
         except CheckpointError as error:
@@ -154,17 +150,31 @@ def load_newest(
     raise CheckpointError(" ".join(errors)) if errors else none_in(store.directory)
 
 
-def agreed_steps(store: Store | KerasDirectory) -> list[int]:
-    """The steps with a complete checkpoint, the newest last; for all processes what process 0 sees.
+def agreed_steps(store: Store | KerasDirectory, step: int | None = None) -> list[int]:
+    """The steps of the newest run, the newest last; for all processes what process 0 sees.
 
     Args:
         store: The checkpoints.
+        step: The only step to use, of any run.
 
     Raises:
-        CheckpointError: In all processes, if the directory cannot be read.
+        CheckpointError: In all processes, if the directory cannot be read, or lacks `step`.
     """
     what = f"looking for checkpoints in {store.directory}"
-    return from_first(what, lambda: store.steps, ListOf(int), alone=store.alone)
+
+    def read() -> list[int]:
+        return store.steps_of_run if step is None else store.steps
+
+    steps = from_first(what, read, ListOf(int), alone=store.alone)
+    if step is None or step in steps:
+        return steps if step is None else [step]
+    raise CheckpointError(
+        message(
+            f"There is no checkpoint {step} in {store.directory!r}.",
+            received={"step": step},
+            fix=f"There are: {steps}.",
+        )
+    )
 
 
 def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Manifest:
@@ -223,20 +233,19 @@ def load(
             )
         )
     state = store.state_of(model)
-    weights = match(
-        [entry for entry, _ in state[WEIGHTS]],
-        manifest.entries(WEIGHTS),
-        exclude=exclude,
-        rename=rename,
-    )
+    automatic = automatic_names([model])
+    found = _weights_of(model, state, manifest, automatic, exclude, rename)
+    if found is None:
+        raise ValueError(_one_of_several(store, step, model, manifest))
+    weights, among = found
     if strict and not weights.complete:
-        raise ValueError(_misfit(store, step, weights))
+        raise ValueError(_misfit(store, step, weights, _is_old_loop(manifest)))
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
     others = []
     if weights.complete and not weights.kept:
         if manifest.arrays.get(OPTIMIZER):
             build_optimizer(model)
-        others = _others(store.state_of(model), manifest, weights)
+        others = _others(store.state_of(model), manifest, weights, automatic)
     chosen = [*pairs, *others]
     assign_saved(store, step, chosen)
     load_beside(
@@ -246,6 +255,7 @@ def load(
         [variable for _, variable in pairs],
         f"checkpoint {step} of {store.directory!r}",
         rename,
+        among,
     )
     _keras.forget_state(model)
     _log_renamed(model, weights)
@@ -330,15 +340,70 @@ def _return_freed_memory() -> None:
             trim(0)
 
 
-def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
+def _weights_of(
+    model: Any,
+    state: dict,
+    manifest: Manifest,
+    automatic: frozenset[str],
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+) -> tuple[Matching, list[int]] | None:
+    """The weights of this model; `None` if a loop saved several models, and which is unclear.
+
+    With the number of the model, if it is one of several.
+    """
+    here, saved = [entry for entry, _ in state[WEIGHTS]], manifest.entries(WEIGHTS)
+    paths = [entry.path for entry in here]
+    check_excluded(exclude, [*paths, *(renamed(entry.path, rename) for entry in saved)])
+
+    def matched(start: int, stop: int) -> Matching:
+        return match(
+            here,
+            saved[start:stop],
+            automatic=automatic,
+            automatic_there=manifest.automatic,
+            exclude=exclude,
+            rename=rename,
+        ).moved(0, start)
+
+    whole = matched(0, len(saved))
+    objects = manifest.objects(WEIGHTS)
+    if len(objects) < 2 or whole.complete:
+        return whole, []
+    ends = list(itertools.accumulate(count for _, count in objects))
+    found = [matched(end - count, end) for end, (_, count) in zip(ends, objects)]
+    chosen = [number for number, each in enumerate(found) if each.complete]
+    if model.name not in automatic:
+        named = [number for number, (name, _) in enumerate(objects) if name == model.name]
+        chosen = named or chosen
+    return (found[chosen[0]], chosen) if len(chosen) == 1 else None
+
+
+def _one_of_several(
+    store: Store | KerasDirectory | LocalTier, step: int, model: Any, manifest: Manifest
+) -> str:
+    names = [name for name, _ in manifest.objects(WEIGHTS)]
+    return message(
+        f"Checkpoint {step} of {store.directory!r} has {len(names)} models, and which one to load "
+        "must be clear: by the model's name, or because the weights of one alone fit.",
+        received={"model": model.name, "saved models": names},
+        fix="Load all as they were saved: ktd.LoopCheckpoint(directory, first, second).restore(). "
+        "To load one alone, name the models before they are saved: Sequential(..., name=...).",
+    )
+
+
+def _others(
+    state: dict, manifest: Manifest, weights: Matching, automatic: frozenset[str]
+) -> list[tuple[Saved, Any]]:
     """Pairs for slots, the optimizer's other variables, and metrics, if all of a kind fit."""
     saved = manifest.entries(WEIGHTS)
     names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
     sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
     slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
-    rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER))
-    metrics = match(here[METRICS], manifest.entries(METRICS))
+    names = {"automatic": automatic, "automatic_there": manifest.automatic}
+    rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER), **names)
+    metrics = match(here[METRICS], manifest.entries(METRICS), **names)
     found: list[tuple[Saved, Any]] = []
     if len(slots) == len(here[SLOTS]) and rest.complete and here[OPTIMIZER]:
         found += _pairs(state, manifest, SLOTS, slots)
@@ -358,16 +423,29 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
     return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
 
 
-def _misfit(store: Store | KerasDirectory | LocalTier, step: int, weights: Matching) -> str:
+def _is_old_loop(manifest: Manifest) -> bool:
+    """Whether a loop saved it without noting which arrays are of which model."""
+    return "loop" in manifest.training and not manifest.objects(WEIGHTS)
+
+
+def _misfit(
+    store: Store | KerasDirectory | LocalTier, step: int, weights: Matching, of_loop: bool
+) -> str:
     parts = [
         *unmatched_text(weights.missing, weights.unexpected),
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
+    fix = "Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
+    fix += "unchanged, or strict=False to load only matching weights."
+    if of_loop and weights.unexpected:
+        # Those of equal names may be another model's.
+        fix = "If a loop saved several models, load all of them as it did: "
+        fix += "ktd.LoopCheckpoint(directory, first, second).restore(). For one model, pass "
+        fix += "rename=[(pattern, replacement)] for other names, or exclude=[...]."
     return message(
         f"Checkpoint {step} of {store.directory!r} must have exactly the weights of this model.",
         received=f"{'; '.join(parts)}.",
-        fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
-        "unchanged, or strict=False to load only matching weights.",
+        fix=fix,
     )
 
 

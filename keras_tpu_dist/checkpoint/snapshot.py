@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
 from keras_tpu_dist.checkpoint.fingerprint import start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
-from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, named_state
+from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, automatic_names, named_state
 from keras_tpu_dist.common.version import __version__
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -28,7 +28,7 @@ def snapshot(
     training: Mapping[str, Any],
     extra: Mapping[str, np.ndarray],
     state_of: Callable[[Any], dict[str, list]] = named_state,
-    models: Sequence[Any] | None = None,
+    objects: Sequence[Any] = (),
 ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
     """The arrays of a model's training state on the devices, and their manifest.
 
@@ -37,7 +37,7 @@ def snapshot(
         training: The state of training; plain data.
         extra: Further host arrays of the state, by name.
         state_of: A function from the model to its variables with their entries, by kind.
-        models: The models whose layers may keep more than variables; by default the one.
+        objects: The objects whose variables these are, if not the model's alone.
 
     Returns:
         The arrays by key, and a function that returns the manifest. The function waits for the
@@ -46,11 +46,18 @@ def snapshot(
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
-    rows += rows_beside([model] if models is None else models)
+    models = [each for each in objects or [model] if isinstance(each, keras.Layer)]
+    beside = rows_beside(models)
+    rows += [row for own in beside for row in own]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
     numbers = start_fingerprints([value for *_, value in rows])
+    parts = {part for _, entry, _ in rows for part in entry.path.split("/")}
+    automatic = automatic_names(objects or [model]) & parts
     training, written = copy.deepcopy(dict(training)), _written(model)
+    if objects:
+        counted = [[one.name, len(own)] for one, own in zip(models, beside, strict=True)]
+        training["objects"] = {**training["objects"], BESIDE: counted}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple]] = []
@@ -67,7 +74,9 @@ def snapshot(
             found[kind].append(Saved(entry, key, number, axes))
             finite &= is_finite or kind != WEIGHTS
         arrays = {kind: tuple(rows) for kind, rows in found.items()}
-        return Manifest(arrays, training, {**written, "finite": finite})
+        return Manifest(
+            arrays, training, {**written, "finite": finite}, automatic=frozenset(automatic)
+        )
 
     return arrays, manifest
 
@@ -105,7 +114,7 @@ def _written(model: Any) -> dict[str, Any]:
     value = next((v.value for v in model.weights), None)
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     return {
-        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
         "model": model.name,
         "optimizer": type(getattr(model, "optimizer", None)).__name__,
         "mesh": {} if mesh is None else dict(mesh.shape),

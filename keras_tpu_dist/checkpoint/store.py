@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,28 +16,35 @@ import numpy as np
 from keras_tpu_dist.checkpoint.barriers import barriers_of, first_reason, in_all
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.keeping import (
+    ASIDE,
     HALF,
     MANIFEST_FILE,
     Known,
     Lock,
     drop_other_runs,
+    in_order,
+    is_there,
     metrics_of,
     note_ended,
     note_goes_on,
     note_metrics,
     note_run,
     noted_run,
+    of_other_runs,
     remove,
+    replace_later,
     set_aside,
     set_runs_aside,
     settle,
     staying,
     whole_steps,
+    written_after,
     written_at_s,
 )
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
 from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.processes.channel import agree
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -105,7 +113,8 @@ class Store:
         self.alone, self._saver, self._lock = alone, None, None
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
-        self._known: dict[int, Known] = {}
+        # With what tells whether the manifest was written again.
+        self._looked_at: dict[int, tuple[Any, Known]] = {}
         self._noted: str | None = None
         self._barriers = None if read_only else barriers_of(self.directory)
         if not read_only and self._is_first:
@@ -120,7 +129,7 @@ class Store:
             self._lock = Lock(self.directory)
         try:
             if self._root.exists():
-                settle(self._root)
+                settle(self._root, self._run_of)
         except BaseException:
             if self._lock is not None:
                 self._lock.release()
@@ -157,8 +166,42 @@ class Store:
     @property
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, the newest last."""
+        return in_order(self._known)
+
+    @property
+    def steps_of_run(self) -> list[int]:
+        """Those of the newest run, the newest last; the log names the others."""
+        known = self._known
+        others = of_other_runs(known)
+        if others:
+            log_once(
+                f"{self.directory} has checkpoints of several runs: the newest run is used, not "
+                f"steps {others} of {_runs_text(known, others)}",
+                logging.WARNING,
+            )
+        return [step for step in in_order(known) if step not in others]
+
+    @property
+    def newest(self) -> tuple[float, int]:
+        """When the newest checkpoint was written, in seconds since 1970, and its step; or -1."""
+        known = self._known
+        step = in_order(known)[-1] if known else -1
+        return (known[step].at_s or 0.0, step) if known else (0.0, -1)
+
+    @property
+    def _known(self) -> dict[int, Known]:
+        """The facts about all complete checkpoints."""
         with checkpoint_errors(self.directory, "read"):
-            return whole_steps(self._root, _is_local(self.directory))
+            found = {}
+            for step in whole_steps(self._root, _is_local(self.directory)):
+                try:
+                    *mark, written_s = _mark((self._root / str(step)).joinpath(*MANIFEST_FILE))
+                except FileNotFoundError:
+                    continue  # another process has deleted it just now
+                if self._looked_at.get(step, (None,))[0] != [*mark, written_s]:
+                    self._looked_at[step] = [*mark, written_s], self._look_at(step, written_s)
+                found[step] = self._looked_at[step][1]
+            return found
 
     def save(
         self, step: int, arrays: Mapping[str, jax.Array], manifest: Callable[[], Manifest]
@@ -175,19 +218,22 @@ class Store:
             CheckpointError: If it could not be written; if one process fails, all raise it.
         """
         args = orbax().args
-        items = {
-            # Orbax refuses arrays without elements, which have nothing to save.
-            _ARRAYS: args.PyTreeSave({key: a for key, a in arrays.items() if a.size}),
-            _MANIFEST: args.JsonSave(_WhenWritten(lambda: manifest().to_json())),
-        }
         try:
             self._join()
         except CheckpointError as error:
             logger.error("training continued without a checkpoint. %s", error)
-        path = self._root / str(step)
+        path, before = self._root / str(step), [0.0]
         if self._is_first:
-            self._try(lambda: self._make_place(path))
+            self._try(lambda: before.append(self._make_place(step)))
         self._agree(step)
+        items = {
+            # Orbax refuses arrays without elements, which have nothing to save.
+            _ARRAYS: args.PyTreeSave({key: a for key, a in arrays.items() if a.size}),
+            # A clock that was set back must not make this one older than its predecessors.
+            _MANIFEST: args.JsonSave(
+                _WhenWritten(lambda: _dated(manifest(), before[-1]).to_json())
+            ),
+        }
         if self._barriers is not None:
             self._barriers.begin()
         self._try(lambda: self._checkpointer.save(path, args=args.Composite(**items)))
@@ -206,24 +252,29 @@ class Store:
             self._completing = None
         self._agree(step)
 
-    def _make_place(self, path: Any) -> None:
+    def _make_place(self, step: int) -> float:
         """Moves an older checkpoint of this step aside.
 
         In Orbax, the other processes wait, on their devices, until process 0 has created a
         directory. If that fails, they wait for ever, so it is tried before.
+
+        Returns:
+            When the newest checkpoint was written, in seconds since 1970.
         """
-        if path.exists():
-            set_aside(path)
+        path, known = self._root / str(step), self._known
+        if is_there(path):
+            replace_later(path)
         if _is_local(self.directory) and self._barriers is not None:
             trial = path.parent / f"{path.name}{HALF}.trial"
             trial.mkdir()
             trial.rmdir()
+        return max((one.at_s or 0.0 for one in known.values()), default=0.0)
 
     def _complete(self, step: int) -> None:
         """Waits until a checkpoint is complete, reads it back, and only then deletes others."""
         self._checkpointer.wait_until_finished()
         if self._is_first:
-            self._known.pop(step, None)
+            self._looked_at.pop(step, None)
             self.manifest(step)
             self._delete_others()
 
@@ -255,27 +306,62 @@ class Store:
             raise CheckpointError(message(rule, received=f"{reason}.", fix=_LOOK))
 
     def _delete_others(self) -> None:
-        steps = self.steps
-        for step in steps:
-            if step not in self._known:
-                self._known[step] = self._look_at(step)
-        known = {step: self._known[step] for step in steps}
-        stay = staying(known, self._keep, self._best, self._every_s)
-        for step in steps:
-            if step not in stay:
-                remove(self._root / str(step))
+        """Deletes what is not to be kept, and sets other runs aside: this one has a checkpoint."""
+        known = self._known
+        for step, one in known.items():
+            if not one.whole:
+                log_once(f"checkpoint {step} is ignored. {one.problem}", logging.ERROR)
+        others = of_other_runs(known)
+        self._set_aside(known, others, "they are of another run")
+        own = {step: one for step, one in known.items() if step not in others}
+        for step in own.keys() - staying(own, self._keep, self._best, self._every_s):
+            remove(self._root / str(step))
         drop_other_runs(self._root)
-        settle(self._root)
+        settle(self._root, self._run_of)
 
-    def _look_at(self, step: int) -> Known:
+    def _set_aside(self, known: Mapping[int, Known], steps: Sequence[int], why: str) -> None:
+        if steps:
+            logger.warning(
+                "checkpoints %s of %s are set aside, because %s (%s): in %s, from where nothing "
+                "deletes them",
+                list(steps),
+                self.directory,
+                why,
+                _runs_text(known, steps),
+                self._root / ASIDE,
+            )
+        # The newest first, so that those that stay are always the beginning of the run.
+        for step in reversed(steps):
+            set_aside(self._root / str(step), step, known[step].run)
+
+    def set_later_aside(self, step: int) -> None:
+        """Sets aside what is newer than a checkpoint: the run returns to it.
+
+        Args:
+            step: The checkpoint.
+
+        Raises:
+            CheckpointError: If it cannot be done, in all processes.
+        """
+
+        def in_first() -> None:
+            if self._is_first:
+                with checkpoint_errors(self.directory, "written"):
+                    known = self._known
+                    order = in_order(known)
+                    later = order[order.index(step) + 1 :]
+                    self._set_aside(known, later, f"they are newer than {step}, which is restored")
+
+        in_all(f"setting aside what is newer than checkpoint {step}", in_first)
+
+    def _look_at(self, step: int, written_s: float) -> Known:
         try:
             manifest = self.manifest(step)
             metrics = metrics_of(self._root / str(step), manifest.training)
         except (CheckpointError, OSError, ValueError) as error:
-            logger.error("checkpoint %d is ignored. %s", step, error)
-            return Known(whole=False)
+            return Known(whole=False, at_s=written_s, problem=str(error))
         finite = manifest.written.get("finite") is not False
-        return Known(True, finite, metrics, written_at_s(manifest.written))
+        return Known(True, finite, metrics, written_at_s(manifest.written), manifest.run)
 
     def _clear_up(self) -> None:
         """Deletes the parts of a checkpoint that could not be written."""
@@ -283,7 +369,7 @@ class Store:
         if not self._is_first:
             return
         try:
-            settle(self._root)
+            settle(self._root, self._run_of)
         except OSError as error:
             logger.warning("%s cannot be cleaned up: %s", self.directory, error)
 
@@ -303,7 +389,7 @@ class Store:
         if self._is_first:
             with checkpoint_errors(self.directory, "written", step):
                 note_metrics(self._root / str(step), metrics)
-                self._known.pop(step, None)
+                self._looked_at.pop(step, None)
                 self._delete_others()
 
     def replace_runs(self) -> None:
@@ -345,12 +431,20 @@ class Store:
         Raises:
             CheckpointError: If it cannot be read.
         """
+        return self._manifest_in(str(step), step)
+
+    def _manifest_in(self, name: str, step: int) -> Manifest:
         where = f"Checkpoint {step} of {self.directory!r}"
         with checkpoint_errors(self.directory, "read", step):
-            check_files(self.directory, step)
-            text = (self._root / str(step)).joinpath(*MANIFEST_FILE).read_text()
+            check_files(self.directory, name)
+            text = (self._root / name).joinpath(*MANIFEST_FILE).read_text()
             content = json.loads(text)
-        return from_json(content, where)
+        return from_json(content, where, step)
+
+    def _run_of(self, path: Any) -> str | None:
+        with contextlib.suppress(CheckpointError):
+            return self._manifest_in(path.name, int(path.name.partition(".")[0])).run
+        return None
 
     def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[jax.Array]:
         """Reads arrays directly into their shards, and checks their values.
@@ -466,6 +560,24 @@ def _is_not_raised_too(record: logging.LogRecord) -> bool:
     return "Commit operations or the Commit callback" not in record.getMessage()
 
 
+def _runs_text(known: Mapping[int, Known], steps: Sequence[int]) -> str:
+    runs = list(dict.fromkeys(known[step].run or "unknown" for step in steps))
+    return f"run {', '.join(runs)}"
+
+
+def _mark(path: Any) -> tuple[int, int, float]:
+    """What differs once a file was written again; its last part is the time of that."""
+    if _is_local(os.fspath(path)):
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime
+    found = path.stat()
+    return 0, found.length, float(found.mtime)
+
+
+def _dated(manifest: Manifest, after_s: float) -> Manifest:
+    return replace(manifest, written=written_after(manifest.written, after_s))
+
+
 class _WhenWritten(dict):
     """Plain data that is computed when Orbax turns it into JSON, in the background.
 
@@ -552,19 +664,19 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
             )
 
 
-def check_files(directory: str, step: int) -> None:
+def check_files(directory: str, name: str) -> None:
     """Checks the sizes of files before they are read into memory: all except the arrays' values.
 
     Args:
         directory: The directory of checkpoints.
-        step: The checkpoint.
+        name: The checkpoint's name.
 
     Raises:
         ValueError: If one is too large, or not a regular file.
     """
     if not _is_local(directory):
         return
-    for path, folders, names in os.walk(os.path.join(directory, str(step))):
+    for path, folders, names in os.walk(os.path.join(directory, name)):
         # OCDBT keeps the chunks of arrays in directories called "d".
         folders[:] = [name for name in folders if name != "d"]
         for name in names:

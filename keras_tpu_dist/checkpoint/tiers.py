@@ -64,9 +64,12 @@ class Tiers:
                 raise
 
     @property
-    def found_locally(self) -> list[int]:
-        """The step of the local checkpoint to resume from, if any."""
-        return [] if self.local is None else self.local.steps
+    def found_locally(self) -> list[tuple[float, int]]:
+        """When the local checkpoint to resume from was written and its step, if there is one."""
+        if self.local is None or self.local.found is None:
+            return []
+        step = self.local.found.step
+        return [(written_at_s(self.local.manifest(step).written) or 0.0, step)]
 
     def name_run(self) -> None:
         """Gives the run a new name, the same in all processes."""
@@ -82,7 +85,7 @@ class Tiers:
     def _newest(self) -> list[Any]:
         """The run, step and time of the newest shared checkpoint that can be read."""
         run, step, at_s = None, -1, 0.0
-        steps = self.store.steps
+        steps = self.store.steps_of_run
         for step_here in reversed(steps):
             with contextlib.suppress(CheckpointError):
                 manifest = self.store.manifest(step_here)
@@ -113,6 +116,19 @@ class Tiers:
             self.local.goes_on()
             return result
         return None
+
+    def return_to(self, step: int) -> None:
+        """Sets aside what is newer than a shared checkpoint, in all processes.
+
+        Args:
+            step: The checkpoint.
+
+        Raises:
+            CheckpointError: If it cannot be done.
+        """
+        if self.local is not None:
+            self.local.set_later_aside(step)
+        self.store.set_later_aside(step)
 
     @property
     def standing(self) -> str:

@@ -35,7 +35,7 @@ def fit(model, *callbacks, epochs=6):
         ([0, 1, 2, 3, 4, 5, 6], {1, 4, 7}),
         ([0, 2, 4, 6, 8], {1, 3, 5}),
         ([0, None, 3, 4, 7], {1, 3, 5}),
-        ([5, 1, 2, 9], {1, 4}),  # a clock that was set back
+        ([5, 5, 5, 9], {1, 4}),  # a clock that was set back: see `Store.save`
         ([None, None, None], {3}),
     ],
 )
@@ -134,3 +134,19 @@ def test_a_run_that_goes_on_has_not_ended(tmp_path, monkeypatch):
 def test_malformed_hours(hours, tmp_path):
     with pytest.raises(ValueError, match=r"number of hours above 0.*keep_every_hours=6"):
         Checkpoint(tmp_path, keep_every_hours=hours)
+
+
+def test_a_run_that_returns_to_an_earlier_step_is_followed(tmp_path):
+    """What was written later but has a smaller number was never yielded."""
+    value = keras.Variable(1.0)
+    with ktd.LoopCheckpoint(tmp_path, value) as saved:
+        for step in (10, 20, 30):
+            saved.save(step)
+        found = ktd.checkpoints(tmp_path, timeout_s=3)
+        assert next(found) == 30
+        saved.restore(step=10)
+        saved.save(15)
+        assert next(found) == 15
+        saved.save(15)
+        assert next(found) == 15
+        assert list(found) == []

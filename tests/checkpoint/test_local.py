@@ -250,9 +250,10 @@ def test_one_that_is_still_being_written_is_not_waited_for(tmp_path, expected, s
 
 
 def test_one_fit_at_a_time_writes_there(tmp_path):
-    local_tier.LocalTier(tmp_path / "local", True)
+    first = local_tier.LocalTier(tmp_path / "local", True)
     with pytest.raises(ktd.CheckpointError, match="Only one fit at a time"):
         fit(tmp_path)
+    first.close()
 
 
 def odd_parts(**changes):

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from keras_tpu_dist.checkpoint.names import (
     Entry,
+    automatic_names,
     canonical,
     follow,
     in_order_of_numbers,
     match,
     named_state,
     unmatched_text,
+    without_numbers,
 )
 
 
@@ -20,8 +22,14 @@ def entries(*paths, shape=(2,)):
     return [Entry(path, shape, "float32") for path in paths]
 
 
+def parts(paths):
+    return {part for path in paths for part in path.split("/")}
+
+
 def matched(here, saved, **options):
-    found = match(entries(*here), entries(*saved), **options)
+    """As if Keras had given all names."""
+    names = {"automatic": parts(here), "automatic_there": parts(saved)}
+    found = match(entries(*here), entries(*saved), **names | options)
     return {here[i]: saved[j] for i, j in found.pairs.items()}, found
 
 
@@ -35,6 +43,74 @@ def test_numbers_that_keras_gave_are_no_names():
     assert found.renamed == {"dense/kernel": "dense_1/kernel", "dense_1/kernel": "dense_2/kernel"}
 
 
+def test_numbers_in_names_of_the_user_are_part_of_them():
+    """`task_1` was put into `task_2`, also with strict=True."""
+    here = ["m_1/task_2/kernel", "m_1/task_3/kernel", "m_1/dense_4/kernel"]
+    saved = ["m/task_1/kernel", "m/task_2/kernel", "m/dense/kernel"]
+    automatic = {"m", "m_1", "dense", "dense_4"}
+    # Without the note of an older version, the names of here tell.
+    for there in (automatic, None):
+        pairs, found = matched(here, saved, automatic=automatic, automatic_there=there)
+        assert pairs == {here[0]: saved[1], here[2]: saved[2]}
+        assert (found.missing, found.unexpected) == ((here[1],), (saved[0],))
+    # What has the same path is the same, whoever gave the name.
+    pairs, found = matched(
+        ["m/dense_1/w"], ["m/dense_1/w"], automatic=(), automatic_there=["dense_1"]
+    )
+    assert found.complete
+
+
+def test_which_names_keras_gave():
+    keras.utils.clear_session(free_memory=False)
+    layers = keras.layers
+
+    class Task(layers.Layer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.inner = layers.Dense(2)
+
+        def build(self, shape):
+            self.inner.build(shape)
+            self.w = self.add_weight(shape=(2,))
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = keras.Sequential(
+        [
+            keras.Input((4, 3)),
+            layers.Dense(3),
+            layers.Dense(3, name="task_1"),
+            Task(),
+            layers.Dense(2, name="my_dense_2"),
+            layers.Dropout(0.1),
+            layers.Bidirectional(layers.LSTM(2)),
+            layers.Dense(2, name="layer_3"),
+        ]
+    )
+    metrics = [keras.metrics.AUC(), keras.metrics.AUC(), keras.metrics.Mean(name="mean_9")]
+    found = automatic_names([model, *metrics, keras.optimizers.Adam(), keras.optimizers.Adam()])
+    assert {"sequential", "dense", "task", "dense_1", "bidirectional"} <= found
+    assert {"auc", "auc_1", "adam", "adam_1"} <= found
+    assert not {"task_1", "my_dense_2", "layer_3"} & found
+    paths = {without_numbers(v.path, found) for v in model.variables}
+    for path in (
+        "sequential/dense/kernel",
+        "sequential/task/variable",
+        "sequential/task/dense/kernel",
+        "sequential/task_1/kernel",
+        "sequential/my_dense_2/kernel",
+        "sequential/bidirectional/forward_lstm/lstm_cell/kernel",
+        "sequential/layer_3/kernel",
+        "seed_generator/seed_generator_state",
+    ):
+        assert path in paths, paths
+    # A name that the user gave to one layer is not Keras's, though another has it of Keras.
+    both = [Task(name="task_5"), layers.Dense(2, name="task_5")]
+    assert "task_5" in automatic_names(both[:1])
+    assert "task_5" not in automatic_names(both)
+
+
 def test_the_same_names_in_another_order_are_matched_by_name():
     pairs, found = matched(["block_2/w", "block_1/w"], ["block_1/w", "block_2/w"])
     assert pairs == {"block_2/w": "block_2/w", "block_1/w": "block_1/w"}
@@ -44,7 +120,7 @@ def test_the_same_names_in_another_order_are_matched_by_name():
 def test_what_is_missing_unexpected_and_of_another_shape():
     here = [*entries("a/kernel", "b/kernel"), *entries("head/kernel", shape=(3,))]
     saved = entries("a/kernel", "bb/kernel", "head/kernel")
-    found = match(here, saved)
+    found = match(here, saved, automatic=())
     assert (found.missing, found.unexpected) == (("b/kernel",), ("bb/kernel",))
     assert found.reshaped == ("head/kernel (3,), saved as (2,)",)
     assert unmatched_text(found.missing, found.unexpected) == [
@@ -65,7 +141,7 @@ def test_exclude_and_rename():
 def test_a_model_made_again_is_matched_one_to_one(names, later):
     saved = [f"{name}/w" for name in names]
     here = [f"{canonical(name)}_{i + later}/w" for i, name in enumerate(names)]
-    found = match(entries(*here), entries(*saved))
+    _, found = matched(here, saved)
     assert found.complete
     assert sorted(found.pairs.values()) == list(range(len(saved)))
     for name in {canonical(path) for path in saved}:
