@@ -196,6 +196,9 @@ ROWS: dict[str, Row] = {
         lambda: {"step": 1},
         {"step": INDEX},
     ),
+    "LoopCheckpoint.restore": Row(
+        lambda **k: loop_checkpoint().restore(**k), dict, {"step": INDEX[1:]}
+    ),
     "diff": Row(ktd.diff, lambda: {"a": None, "b": None}, {"a": MODEL, "b": MODEL}),
     "convert": Row(ktd.convert, lambda: {"model": made()}, {"model": MODEL}),
     "assign": Row(

@@ -372,6 +372,7 @@ def settle(root: Any, run_of: Callable[[Any], str | None] = lambda path: None) -
             elif run_of(path) in (None, run_of(step)):
                 remove(path)
             else:
+                logger.warning("%s was of another run, and is set aside: in %s", step, root / ASIDE)
                 set_aside(path, int(step.name), run_of(path))
         elif path.name.endswith(_REMOVED) or HALF in path.name:
             _delete(path)

@@ -314,8 +314,10 @@ class Store:
         others = of_other_runs(known)
         self._set_aside(known, others, "they are of another run")
         own = {step: one for step, one in known.items() if step not in others}
-        for step in own.keys() - staying(own, self._keep, self._best, self._every_s):
-            remove(self._root / str(step))
+        stay = staying(own, self._keep, self._best, self._every_s)
+        for step in in_order(own):
+            if step not in stay:
+                remove(self._root / str(step))
         drop_other_runs(self._root)
         settle(self._root, self._run_of)
 
