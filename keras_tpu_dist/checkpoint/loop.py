@@ -84,8 +84,8 @@ class LoopCheckpoint:
     machine may be preempted, check `preempted` after every step.
 
     A directory holds the checkpoints of one run. If it has some, call `restore`: then the run goes
-    on. If you save without it, another run begins. A warning says so, and once it has a checkpoint,
-    those of the old run are set aside: they are in `set_aside`, and nothing deletes them.
+    on. If you save without it, another run begins. Once that run has a checkpoint, those of the old
+    one are moved to the subdirectory `set_aside`, with a warning, and nothing deletes them.
 
     Args:
         directory: The directory for the checkpoints; one loop per directory, the same for all
@@ -257,7 +257,8 @@ class LoopCheckpoint:
         """Loads the newest complete checkpoint, if there is one, or that of a step.
 
         The newest one is the one that was written last. With `step`, the run returns to that
-        checkpoint, and newer ones are set aside: they are in `set_aside`, and nothing deletes them.
+        checkpoint. Newer ones are moved to the subdirectory `set_aside`, with a warning, and
+        nothing deletes them.
 
         Args:
             step: The step to return to; `None` for the newest checkpoint.
