@@ -304,7 +304,7 @@ class LoopCheckpoint:
             dataset.check_goes_to(place)
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()
-        chosen = self._parts.chosen(manifest, step)
+        chosen, among = self._parts.chosen(manifest, step)
         assign_saved(tier, step, chosen)
         load_beside(
             self._parts.models,
@@ -312,7 +312,7 @@ class LoopCheckpoint:
             lambda wanted: tier.load(step, wanted),
             [variable for _, variable in chosen],
             f"checkpoint {step} of {tier.directory!r}",
-            among=range(len(self._parts.models)),
+            among=among,
         )
         _keras.set_global_seed(manifest.training.get("global_seed"))
         for dataset, place in zip(self._parts.datasets, places, strict=True):
@@ -435,8 +435,8 @@ class _Parts:
             METRICS: _numbered(_once(_variables_of(item) for item in self.others)),
         }
 
-    def chosen(self, manifest: Manifest, step: int) -> list:
-        """The saved arrays, and the variables they are for; all of them, or an error."""
+    def chosen(self, manifest: Manifest, step: int) -> tuple[list, list[int]]:
+        """The saved arrays and the variables they are for, and the models' numbers there."""
         state, automatic = self.state(), automatic_names(self.objects)
         matching = {
             kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, OPTIMIZER, METRICS)
@@ -455,11 +455,21 @@ class _Parts:
         if not whole or not all(found.complete for found in matching.values()):
             raise ValueError(_misfit(step, matching, state, manifest))
         pairs = {kind: found.pairs for kind, found in matching.items()} | {SLOTS: slots}
-        return [
+        chosen = [
             (manifest.arrays[kind][j], state[kind][i][1])
             for kind, those in pairs.items()
             for i, j in those.items()
         ]
+        return chosen, self._numbers(matching[WEIGHTS].pairs, manifest)
+
+    def _numbers(self, pairs: Mapping[int, int], manifest: Manifest) -> list[int]:
+        """For each model, its number among the saved ones; none if that is unknown."""
+        counts = [count for _, count in manifest.objects(WEIGHTS)]
+        owners = [number for number, count in enumerate(counts) for _ in range(count)]
+        parts = self._side_by_side(WEIGHTS, manifest)
+        if len(counts) != len(self.models):
+            return []
+        return [owners[pairs[i]] if own else n for n, (i, _, own, _) in enumerate(parts)]
 
     def _matched(self, kind: str, manifest: Manifest, automatic: frozenset[str]) -> Matching:
         """Matches the objects in their order, and what is in each of them by name."""

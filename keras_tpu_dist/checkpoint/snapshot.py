@@ -56,7 +56,7 @@ def snapshot(
     automatic = automatic_names(objects or [model]) & parts
     training, written = copy.deepcopy(dict(training)), _written(model)
     if objects:
-        counted = [[one.name, len(own)] for one, own in zip(models, beside, strict=True)]
+        counted = [[one.name, len(own)] for one, own in zip(models, beside)]
         training["objects"] = {**training["objects"], BESIDE: counted}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}

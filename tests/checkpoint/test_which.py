@@ -335,6 +335,27 @@ def test_equal_models_are_matched_in_their_order(tmp_path):
     assert_close(numbers(target_again), numbers(target))
 
 
+@pytest.mark.parametrize("names", [(None, None), ("q", "t")])
+def test_what_layers_keep_beside_variables_goes_with_their_model(names, tmp_path):
+    def lookup(words, name):
+        layer = keras.layers.StringLookup()
+        layer.adapt(words)
+        return keras.Sequential([keras.Input((1,), dtype="string"), layer], name=name)
+
+    def words(model):
+        return sorted(model.layers[0].get_vocabulary()[1:])
+
+    keras.utils.clear_session(free_memory=False)
+    first, second = lookup(["a", "b"], names[0]), lookup(["c", "d"], names[1])
+    with ktd.LoopCheckpoint(tmp_path, first, second) as saved:
+        saved.save(1)
+    keras.utils.clear_session(free_memory=False)
+    second, first = lookup(["x", "y"], names[1]), lookup(["x", "y"], names[0])
+    with ktd.LoopCheckpoint(tmp_path, first, second) as saved:
+        saved.restore()
+    assert (words(first), words(second)) == (["a", "b"], ["c", "d"])
+
+
 def test_other_objects_are_matched_in_their_order_too(tmp_path):
     keras.utils.clear_session(free_memory=False)
     model = dense(name="out", units=1)
