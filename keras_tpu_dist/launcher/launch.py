@@ -27,7 +27,7 @@ from keras_tpu_dist.launcher.names import (
     REPORT,
 )
 from keras_tpu_dist.launcher.output import Reader
-from keras_tpu_dist.launcher.reports import Failure, failure_of, step_of
+from keras_tpu_dist.launcher.reports import END, ENDED, Failure, failure_of, step_of
 from keras_tpu_dist.launcher.restart import Interrupted, Outcome, Restarts, started_again
 
 _GRACE_S = 10.0
@@ -38,8 +38,12 @@ _TO_SAVE_S = 25.0
 _POLL_S = 0.05
 # For reading the last output of the processes after all have ended.
 _TO_READ_S = 5.0
+# The first rank of ends that only follow from the end of another process.
+_CONSEQUENCE = 3
 # Errors in other processes that follow from the failure of one.
 _OF_OTHERS = ("JaxRuntimeError", "XlaRuntimeError", "PeerError")
+# What ends a program on simulated devices whose collective lost a process.
+_LOST = "Gloo"
 # On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); on other systems
 # `initialize` checks. A separate process calls `exec`, because `preexec_fn` is not safe in a
 # process with threads.
@@ -171,9 +175,11 @@ class _End:
     def rank(self) -> tuple[int, float]:
         """Sorts failures: consequences of other failures last, then by time."""
         if self.code == EXIT_PEER:
-            return 2, self.at
+            return _CONSEQUENCE, self.at
         if self.failure is None:
             return 0, self.at - _POLL_S
+        if self.failure.error == END:
+            return _CONSEQUENCE - 1, self.failure.at
         return int(self.failure.error in _OF_OTHERS), self.failure.at
 
 
@@ -269,7 +275,7 @@ class _Start:
         if not failed:
             return
         if self._goodput is not None:
-            first = min(failed, key=self._rank)
+            first = self._first(failed)
             step = self._step()
             fields = {"process": first.number, "code": first.code, "step": step}
             records.try_append(self._goodput, records.FAILED, **fields)
@@ -286,13 +292,29 @@ class _Start:
             if code is not None and number not in self._ends:
                 failure = failure_of(self._reports / str(number))
                 self._ends[number] = _End(number, code, time.monotonic(), failure)
+                if not code and len(self._ends) < self._number:
+                    # The others may wait for it, and cannot see that it is gone.
+                    numbers = (end.number for end in self._ends.values() if not end.code)
+                    (self._reports / ENDED).write_text(" ".join(map(str, numbers)))
         failed = any(end.code for end in self._ends.values())
         return failed or len(self._ends) == self._number
 
     def _rank(self, end: _End) -> tuple[int, float]:
+        alone = end.failure is None and self._is_aborted(end)
+        return (_CONSEQUENCE + 1, end.at) if alone else end.rank
+
+    def _is_aborted(self, end: _End) -> bool:
         # JAX aborts a process after another one, with the coordinator, has ended.
-        aborted = end.code == -signal.SIGABRT and self._readers[end.number].ended_by_jax
-        return (3, end.at) if aborted else end.rank
+        return end.code == -signal.SIGABRT and self._readers[end.number].ended_by_jax
+
+    def _first(self, failed: list[_End]) -> _End:
+        """The end of which others are the consequence, maybe one without an error."""
+        ended = [end for end in self._ends.values() if not end.code]
+        first = min((*failed, *(end for end in ended if end.failure)), key=self._rank)
+        before = [end for end in ended if end.at < first.at]
+        lost = first.failure is not None and _LOST in first.failure.words
+        consequence = lost or self._rank(first)[0] >= _CONSEQUENCE
+        return min(before, key=lambda end: end.at) if consequence and before else first
 
     def _step(self) -> int | None:
         steps = [step_of(self._reports / str(number)) for number in range(self._number)]
@@ -309,12 +331,18 @@ class _Start:
         failed = [end for end in (*self._ends.values(), *late) if end.code]
         if not failed:
             return Outcome(0, self._number, seconds, self._step())
-        first = min(failed, key=self._rank)
+        first = self._first(failed)
+        aborted = self._is_aborted(first)
+        others = [end for end in failed if end is not first]
+        # One that ended by itself has the exit code of the first process that waited for it.
+        code = first.code
+        if (aborted or not code) and others:
+            code = min(others, key=self._rank).code
         reader = self._readers[first.number]
-        error, words = _named(first, reader)
+        error, words = _named(first, reader, aborted)
         of_this = reader.folded.error is not None and reader.folded.error[0] == error
         return Outcome(
-            code=first.code if first.code > 0 else 128 - first.code,
+            code=code if code > 0 else 128 - code,
             processes=self._number,
             seconds=seconds,
             step=self._step(),
@@ -326,15 +354,17 @@ class _Start:
         )
 
 
-def _named(end: _End, reader: Reader) -> tuple[str, str]:
+def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     """The name of the cause that ended a process, and a description."""
-    if end.code < 0:
+    if end.code < 0 and not (aborted and end.failure is not None):
         name = _signal_name(-end.code)
         return name, f"killed by {name}"
     if end.code == EXIT_TERMINATED:
         return "SIGTERM", f"preempted (SIGTERM, exit code {EXIT_TERMINATED})"
     if end.failure is not None:
         return end.failure.error, end.failure.words
+    if not end.code:
+        return "exit code 0", "ended with exit code 0, while the others waited for it"
     if end.code == 1 and reader.folded.error is not None:
         return reader.folded.error
     return f"exit code {end.code}", f"exit code {end.code}"

@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP, ERROR = ".step", ".error"
+STEP, ERROR, ENDED = ".step", ".error", "ended"
+# In the place of an error: the program came to its end.
+END = "end"
 WIDTH = 20
 _MOST_BYTES = 64 * 1024
 
@@ -34,6 +36,16 @@ def step_of(path: Path) -> int | None:
     """
     text = _text(path, STEP).strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) <= WIDTH else None
+
+
+def ended_in(folder: Path) -> set[int]:
+    """The numbers of the processes that the launcher saw end with exit code 0.
+
+    Args:
+        folder: The folder of the reports.
+    """
+    numbers = _text(folder / ENDED, "").split()
+    return {int(each) for each in numbers if each.isascii() and each.isdigit() and len(each) < 9}
 
 
 def failure_of(path: Path) -> Failure | None:

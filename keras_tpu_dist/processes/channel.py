@@ -39,14 +39,14 @@ _SAME, _GIVEN, _SEND, _INVALID = "same", "given", "send", "invalid"
 _MOST_NAMED = 8
 
 # Kinds of `Absence`: an error, the normal end of the program, silence, an unfinished call.
-FAILED, ENDED, SILENT, STUCK = "failed", "ended", "silent", "stuck"
+FAILED, ENDED, LEFT, SILENT, STUCK = "failed", "ended", "left", "silent", "stuck"
 
 
 class Absence(NamedTuple):
     """Why a process will not come to an agreement.
 
     Attributes:
-        kind: `FAILED`, `ENDED`, `SILENT` or `STUCK`.
+        kind: `FAILED`, `ENDED`, `LEFT` (within a call that all make), `SILENT` or `STUCK`.
         words: The reason in words, for errors.
     """
 

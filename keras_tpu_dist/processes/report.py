@@ -11,16 +11,19 @@ from pathlib import Path
 
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.launcher.names import REPORT
-from keras_tpu_dist.launcher.reports import ERROR, STEP, WIDTH
+from keras_tpu_dist.launcher.reports import END, ERROR, STEP, WIDTH, ended_in
 
 logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_WORDS = 2000
+# The file of this process, without its ending, if a launcher has named one.
+_path = ""
 
 
 def begin() -> None:
     """Starts to report, if a launcher has named a file."""
-    path = os.environ.pop(REPORT, "")
+    global _path
+    path = _path = os.environ.pop(REPORT, "")
     if not path:
         return
     try:
@@ -45,7 +48,7 @@ def begin() -> None:
 
     def hook(kind, error, trace):
         with contextlib.suppress(OSError):
-            _write_error(path, kind, error)
+            _write_error(kind.__name__, "".join(traceback.format_exception_only(kind, error)))
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -56,8 +59,24 @@ def _warn(path: str, error: OSError) -> None:
     logger.warning("the launcher cannot see the current step of this process: %s: %s", path, error)
 
 
-def _write_error(path: str, kind: type[BaseException], error: BaseException) -> None:
-    words = "".join(traceback.format_exception_only(kind, error)).strip()[:_MOST_WORDS]
-    half = Path(f"{path}.half")
-    half.write_text(json.dumps([time.monotonic(), kind.__name__, words]))
-    half.replace(path + ERROR)
+def end(words: str, *, leaves: bool) -> None:
+    """Reports that this program ends without an error.
+
+    Args:
+        words: What it did.
+        leaves: Whether it ends within a call that all processes make.
+    """
+    if _path:
+        with contextlib.suppress(OSError):
+            _write_error("SystemExit" if leaves else END, words)
+
+
+def ended() -> set[int]:
+    """The numbers of the processes that the launcher saw end with exit code 0."""
+    return ended_in(Path(_path).parent) if _path else set()
+
+
+def _write_error(name: str, words: str) -> None:
+    half = Path(f"{_path}.half")
+    half.write_text(json.dumps([time.monotonic(), name, words.strip()[:_MOST_WORDS]]))
+    half.replace(_path + ERROR)

@@ -19,7 +19,16 @@ import jax
 
 from keras_tpu_dist.goodput import recorder
 from keras_tpu_dist.launcher.names import EXIT_PEER as EXIT_PEER
-from keras_tpu_dist.processes.channel import ENDED, FAILED, SILENT, STUCK, Absence, Channel
+from keras_tpu_dist.processes import report
+from keras_tpu_dist.processes.channel import (
+    ENDED,
+    FAILED,
+    LEFT,
+    SILENT,
+    STUCK,
+    Absence,
+    Channel,
+)
 from keras_tpu_dist.processes.encoding import DictOf, ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -74,6 +83,8 @@ class Watch:
         self._beats = 0
         self._where = "before its first call"
         self._inside = OUTSIDE
+        # Whether the program was ended, by `sys.exit`, within a call that all make.
+        self.leaves = False
         self._output: Any = None
         self._heard: dict[int, tuple[int, float]] = {}
         self._unheard = set(range(num_processes)) - {process_id}
@@ -111,6 +122,7 @@ class Watch:
                 make, at `LAUNCH` of a program that all run.
         """
         before = self._where, self._inside
+        self.leaves = False
         self._where, self._inside = where, inside
         # Entering and leaving the same call, as in a custom loop, is not worth a message.
         if _call(where) != _call(before[0]):
@@ -173,7 +185,9 @@ class Watch:
         """Writes for the others that this program reached its normal end."""
         if not self._ends.is_set():
             self._end_watch()
-            self._write_end(Absence(ENDED, f"has ended its program {self._where}"))
+            words = f"has ended its program {self._where}"
+            report.end(words, leaves=self.leaves)
+            self._write_end(Absence(LEFT if self.leaves else ENDED, words))
 
     def _write_end(self, end: Absence) -> None:
         self._channel.write("gone", end)
@@ -225,6 +239,9 @@ class Watch:
         else:
             self._listen(*self._board())
         self._gone.update(self._read_ends() if self._reads_all else self._ends_of_others())
+        for i in report.ended() - set(self._gone) - {self._process_id}:
+            where, _ = self._positions.get(i, ("before its first call", OUTSIDE))
+            self._gone[i] = Absence(LEFT, f"has ended with exit code 0, last heard {where}")
         now = time.monotonic()
         for i in self._gone:
             self._gone_since.setdefault(i, now)
@@ -285,10 +302,14 @@ class Watch:
                 self._gone[i] = Absence(SILENT, words)
 
     def _is_fatal(self, number: int, now: float) -> bool:
-        if self._gone[number].kind != ENDED:
+        kind, level, gone_s = self._gone[number].kind, self._level, now - self._gone_since[number]
+        if kind not in (ENDED, LEFT):
             return True
-        # It reached its normal end: only processes that still wait for it in a collective are lost.
-        return bool(self._level) and now - self._gone_since[number] > self._peer_timeout_s
+        # It came to an end without an error: only processes that still wait for it in a collective
+        # are lost. One that it left within a call is not waited for in a launch.
+        return bool(level) and gone_s > (
+            _GRACE_S if kind == LEFT and level == LAUNCH else self._peer_timeout_s
+        )
 
     def _end(self, fatal: dict[int, str]) -> None:
         """Ends this process, unless it ends by itself within a few seconds."""
@@ -344,8 +365,10 @@ def launched(outputs: Any) -> None:
     Args:
         outputs: A structure of the program's outputs.
     """
-    arrays: list[Any] = jax.tree.leaves(outputs)
-    if _watch is not None and arrays:
+    if _watch is None:
+        return
+    arrays = [each for each in jax.tree.leaves(outputs) if isinstance(each, jax.Array)]
+    if arrays:
         _watch.launched(min(arrays, key=lambda array: array.nbytes))
 
 
@@ -360,8 +383,10 @@ def during(what: str, inside: int) -> Iterator[None]:
     outer = at(f"in {what}", inside)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         at(f"in {what}", OUTSIDE)
+        if _watch is not None:
+            _watch.leaves = isinstance(error, SystemExit)
         raise
     if outer is not None and outer[1]:
         at(*outer)

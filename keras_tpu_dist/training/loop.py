@@ -13,6 +13,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist._keras import StateGroup
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
+from keras_tpu_dist.processes import watch as peers
 from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
@@ -103,6 +104,7 @@ class StepLoop:
         state = tuple(group.values for group in groups)
         program = self._programs.get((steps > 1, None)) or self._made_program(steps > 1)
         outputs, changes = program(state, batch)
+        self._note_launch(outputs)
         changes = changed(state, changes)
         with self._turns.lock:
             # A callback may run the model and change its variables; the fit continues from those.
@@ -146,6 +148,11 @@ class StepLoop:
         if chosen:
             length = steps_that_fit(self._placer.bytes_per_device(batches[0]), length)
         return in_stacks(batches, length, self._place, self._placer.place_many)
+
+    def _note_launch(self, outputs: Any) -> None:
+        """Until its outputs are ready, this process may wait for the others' launches."""
+        if not self._placer.is_local:
+            peers.launched(outputs)
 
     def _look(self) -> None:
         """Lets an outer fit look for signals, if all of its processes run this launch."""
@@ -296,6 +303,7 @@ class Training(StepLoop):
             if watch is not None:
                 state = (*state, watch.health_on(self._placer.mesh))
             outputs, state = self._guard.launch(program, state, batch)
+            self._note_launch(outputs)
             _keras.follow_state(self._variables, state)
             if not self._guard.kept:
                 self._turns.buffers.made([v for group in state[:4] for v in group])

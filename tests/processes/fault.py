@@ -116,17 +116,19 @@ def replica_code(fault):
 
 def begin(fault, order):
     """Starts JAX's distributed runtime, by us or by others, and the watch."""
+    # What can be seen at once must not wait for a time of silence.
+    timeout_s = 60 if fault in ("leaves fit", "exits in fit") else PEER_TIMEOUT_S
     coordinator = os.environ.get("KTD_COORDINATOR")
     number, own = int(os.environ["KTD_NUM_PROCESSES"]), int(os.environ["KTD_PROCESS_ID"])
     # What is given nowhere else where initialize is not called.
-    start.PEER_TIMEOUT_S = PEER_TIMEOUT_S
+    start.PEER_TIMEOUT_S = timeout_s
     if order.startswith("jax"):
         jax.distributed.initialize(coordinator, number, own)
     if order.startswith("keras"):
         keras.utils.set_random_seed(0)
         keras.distribution.initialize(coordinator, number, own)
     if order.endswith("ours"):
-        ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=PEER_TIMEOUT_S)
+        ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=timeout_s)
 
 
 def main(fault, folder, order="ours"):
@@ -161,6 +163,9 @@ def main(fault, folder, order="ours"):
         "callback of process 0": At(fail, process=0),
         "epoch end": At(fail, epoch=True),
         "kill process 0": At(kill(signal.SIGKILL), process=0),
+        "leaves fit": At(lambda: sys.exit(0)),
+        "exits in fit": At(lambda: os._exit(0)),
+        "exits in fit of process 0": At(lambda: os._exit(0), process=0),
         "kill": At(kill(signal.SIGKILL)),
         "stop": At(kill(signal.SIGSTOP)),
         "terminate": At(kill(signal.SIGTERM)),

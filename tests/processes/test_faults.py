@@ -104,7 +104,18 @@ FAULTS = {
         "process 1 failed ",
         r"process 0: still (in|after) strategy.run of 'step' after 6 s; process 1: strategy.run of",
     ),
+    "leaves fit": (75, f"process 1 has ended its program in {FIT}", ""),
+    "exits in fit": (1, f"process 1 has ended with exit code 0, last heard in {FIT}", ""),
+    # JAX itself ends the others, as above.
+    "exits in fit of process 0": (134, "", "(CoordinationService|is gone)"),
     "missing": (69, "All processes must call ktd.initialize()", ""),
+}
+# What the launcher names as the first failure, without an error in any process.
+FIRST = {
+    "replica leaves": "process 1 of 2 .*: has ended its program after strategy.run of 'step'",
+    "leaves fit": f"process 1 of 2 .*: has ended its program in {FIT}",
+    "exits in fit": "process 1 of 2 .*: ended with exit code 0, while the others waited for it",
+    "exits in fit of process 0": "process 0 of 2 .*: ended with exit code 0, while the others",
 }
 # Start of the processes, and what they may take after a fault can be noticed.
 MOST_S = 90
@@ -141,6 +152,8 @@ def ends_as_told(fault, folder, order="ours"):
         told = "\n".join(lines) if fault != "missing" else said
         if expected not in told and not re.search(expected, told):
             wrong.append(f"process {number} does not say {expected!r}")
+    if not re.search(f"launch: {FIRST.get(fault, '')}", said) and fault in FIRST:
+        wrong.append("the launcher names another process")
     broken = [path for path in pathlib.Path(folder).iterdir() if not _opens(path)]
     if fault.startswith("terminate") and not ktd.callbacks.Checkpoint(f"{folder}/kept").steps:
         wrong.append("no checkpoint")
@@ -193,6 +206,7 @@ def _opens(path):
 @pytest.mark.parametrize(
     "fault",
     ["callback", "kill", "save alone", "missing", "learning rate in callback", "weight between"]
+    + list(FIRST)
     + [fault for fault in FAULTS if fault.startswith("terminate")],
 )
 def test_a_fault_ends_all_processes(fault, tmp_path):
