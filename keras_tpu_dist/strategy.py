@@ -17,7 +17,7 @@ from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
-from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, splitting_axes
+from keras_tpu_dist.hardware.mesh import MeshLike, auto_mesh, build_mesh, splitting_axes
 from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.input.clock import InputWait
@@ -160,7 +160,8 @@ class TPUStrategy(
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
-        self._make_parts(device_mesh.backend_mesh, layout)
+        made = device_mesh.backend_mesh  # Keras names no types of axes.
+        self._make_parts(auto_mesh(made.devices, made.axis_names), layout)
         super().__init__(
             layout_map=_as_layout_map(layout, device_mesh),
             batch_dim_name=self.mesh.axis_names[0],

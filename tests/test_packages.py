@@ -361,3 +361,15 @@ def test_public_functions_describe_their_arguments():
 )
 def test_the_search_for_private_names_finds_them(source, found):
     assert list(private_names(ast.parse(source))) == found
+
+
+def test_every_mesh_has_types_of_axes():
+    """The default of `Mesh` may one day be that of `jax.make_mesh`, whose axes are Explicit."""
+    made = [
+        (str(path.relative_to(ROOT)), call)
+        for path, tree in trees().items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and re.search(r"(^|\.)Mesh$", ast.unparse(call.func))
+    ]
+    assert made
+    assert not [p for p, c in made if "axis_types" not in [k.arg for k in c.keywords]]

@@ -10,6 +10,7 @@ For the seam, a strategy is a `keras.distribution.Distribution` with a `runner`,
 - `running(strategy, model, name, args, kwargs)`: a context around fit, predict, *_on_batch, ...;
 - `make_function(strategy, model, kind)`: the step function for "train", "test" or "predict";
 - `serves(function)`: whether an older step function still belongs to the model's variables;
+- `training_begins(model)`: called when a fit has built its model;
 - `batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `host_batch(data)`: checks a batch of *_on_batch; the step function places it;
 - `read_state(model, groups)`: the values of lists of the model's variables, as a step takes them;
@@ -45,6 +46,9 @@ from keras_tpu_dist._keras.names import Name as Name  # isort: skip
 from keras_tpu_dist._keras.names import names as names  # isort: skip
 
 from keras_tpu_dist._keras import lookups as lookups  # routes their calls
+from keras_tpu_dist._keras.active import active_distribution as active_distribution
+from keras_tpu_dist._keras.active import active_strategy as active_strategy
+from keras_tpu_dist._keras.active import is_strategy as is_strategy
 from keras_tpu_dist._keras.building import abstract_variables as abstract_variables
 from keras_tpu_dist._keras.building import attributes_restored as attributes_restored
 from keras_tpu_dist._keras.building import compiled_anew as compiled_anew
@@ -125,7 +129,6 @@ from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.structure import without_distribution as without_distribution
 from keras_tpu_dist._keras.trainer import StateGroup as StateGroup
-from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
 from keras_tpu_dist._keras.trainer import failure_is_seen as failure_is_seen
 from keras_tpu_dist._keras.trainer import follow_changes as follow_changes
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
@@ -134,7 +137,6 @@ from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import full_values as full_values
 from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import holds as holds
-from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
 from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens

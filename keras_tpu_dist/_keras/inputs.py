@@ -12,9 +12,10 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.seam import Replacement, at, declare, in_front_of
 from keras_tpu_dist._keras.structure import without_distribution
-from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, signature
+from keras_tpu_dist._keras.trainer import input_of_fit, signature
 
 # Keras creates this class to read an epoch on JAX.
 JAXEpochIterator = at("keras.src.backend.jax.trainer:JAXEpochIterator")

@@ -8,9 +8,10 @@ import keras
 import numpy as np
 from keras.src.utils.numerical_utils import encode_categorical_inputs
 
+from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.calls import route_calls
 from keras_tpu_dist._keras.structure import flatten_layers
-from keras_tpu_dist._keras.trainer import active_strategy, tell_of_compiling, tell_of_layers
+from keras_tpu_dist._keras.trainer import tell_of_compiling, tell_of_layers
 from keras_tpu_dist.common.errors import message
 
 _PIPELINE = (

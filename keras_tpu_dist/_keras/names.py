@@ -113,7 +113,7 @@ MODULES = (
     ),
     *_each(
         _GLOBAL,
-        "get_global_attribute set_global_attribute",
+        "get_global_attribute set_global_attribute GLOBAL_STATE_TRACKER",
         "names, seeds and scopes that are entered",
         "queries beside keras.StatelessScope and keras.SymbolicScope",
     ),
@@ -201,8 +201,8 @@ MODULES = (
     ),
     *_each(
         "keras.src.distribution.distribution_lib",
-        "Distribution",
-        "what a strategy is",
+        "Distribution GLOBAL_ATTRIBUTE_NAME",
+        "what a strategy is, and which one is active",
         "keras.distribution.Distribution",
     ),
 )

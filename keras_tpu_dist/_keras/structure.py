@@ -14,6 +14,7 @@ from keras.src.models.functional import Functional as Functional
 # Public replacement: none; a name that Keras made cannot be told from the user's.
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
+from keras_tpu_dist._keras.active import active_distribution
 from keras_tpu_dist._keras.seam import Replacement, declare
 
 
@@ -216,7 +217,7 @@ def full_precision(variable):
 @contextlib.contextmanager
 def without_distribution() -> Iterator[None]:
     """A context without a distribution in this thread, so that Keras places and splits nothing."""
-    active = keras.distribution.distribution()
+    active = active_distribution()
     keras.distribution.set_distribution(None)
     try:
         yield

@@ -13,10 +13,10 @@ import keras
 import numpy
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.distribution import distribution_lib
 from keras.src.saving import saving_lib
 
 from keras_tpu_dist._keras import seam
+from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.generation import generates
 from keras_tpu_dist._keras.seam import Replacement
 from keras_tpu_dist._keras.variables import OWNER, claim
@@ -62,7 +62,7 @@ def serve(
     find_strategy: Callable[[Any], Any],
     created: Callable[[Any], None],
     compiling: Callable[[Any], Any],
-    reading: Callable[[list], Any],
+    reading: Callable[[list, Callable[[], Any]], Any],
     writing: Callable[..., Any],
 ) -> None:
     """Declares the replacements of the trainer's methods.
@@ -71,7 +71,7 @@ def serve(
         find_strategy: Returns the strategy to run a model under, or `None` for stock Keras.
         created: Called with every new model, and every one that is compiled.
         compiling: Returns the context in which a model is compiled.
-        reading: Returns the context in which variables are read together.
+        reading: Called as `reading(variables, read)`; calls `read()`, which reads them together.
         writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is
             Keras's own function.
     """
@@ -212,6 +212,14 @@ def _data() -> list[Replacement]:
 
 def _bookkeeping() -> list[Replacement]:
     return [
+        Replacement(
+            _TRAINER,
+            "_get_state_sharding_spec",
+            _state_layouts,
+            why="Keras reads all values, also of variables that another thread creates now, and "
+            "warns that those are on one device",
+            hook="layouts of a state from its variables' layouts",
+        ),
         Replacement(
             "keras.callbacks:CallbackList",
             "__init__",
@@ -488,18 +496,25 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     return strategy.runner.read_state(model, tuple(list(_group(model, name)) for name in names))
 
 
+def _state_layouts(stock, model):
+    if active_strategy() is None:
+        return stock(model)
+    return tuple([v._layout or v.value.sharding for v in group] for group in state_groups(model))
+
+
 def _placed(stock, variable):
+    strategy = active_strategy()  # before Keras looks: `clear_session` may have turned it off
     stock(variable)
     layout = variable._layout
     spans = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
-    if spans or active_strategy() is not None:
+    if spans or strategy is not None:
         claim(variable)
 
 
 def _reading(reading, stock, layer, *args, **kwargs):
     variables = state_variables(layer) if isinstance(layer, keras.Model) else layer.weights
-    with contextlib.nullcontext() if stateless_scope() is not None else reading(variables):
-        return stock(layer, *args, **kwargs)
+    read = functools.partial(stock, layer, *args, **kwargs)
+    return read() if stateless_scope() is not None else reading(variables, read)
 
 
 def _save(reading, writing, stock, model, *args, **kwargs):
@@ -552,6 +567,8 @@ class _Told(keras.callbacks.CallbackList):
             _begin_unseen(self)
         strategy = active_strategy()
         self._fit_control = None if strategy is None else strategy.runner.control(self._model)
+        if strategy is not None:
+            strategy.runner.training_begins(self._model)
         with self._around("train_begin", logs):
             super().on_train_begin(logs)
 
@@ -708,23 +725,6 @@ def listens(callbacks: list, kind: str) -> bool:
     )
 
 
-def is_strategy(distribution: Any) -> bool:
-    """Whether a distribution is one that the seam serves.
-
-    Args:
-        distribution: Any `keras.distribution.Distribution`, or `None`, which is not one.
-    """
-    return isinstance(distribution, distribution_lib.Distribution) and hasattr(
-        distribution, "runner"
-    )
-
-
-def active_strategy() -> Any:
-    """The active distribution if it is ours."""
-    distribution = keras.distribution.distribution()
-    return distribution if is_strategy(distribution) else None
-
-
 def state_variables(model: Any) -> list:
     """All variables a training step reads or writes. See `state_shardings`."""
     return [variable for group in state_groups(model) for variable in group]
@@ -771,17 +771,19 @@ def full_values(variables: list, reader: Any = None) -> list:
         variables: The variables. See `set_owner` and `full_precision`.
         reader: The `buffers` of owners that are not called, because they read for themselves.
     """
-    free = global_state.get_global_attribute("stateless_scope") is None
-    with AutocastScope(None):
-        return [
-            v._value if free and v._value is not None and _is_quiet(v, reader) else v.value
-            for v in variables
+    values = [None] * len(variables)
+    if global_state.get_global_attribute("stateless_scope") is None:
+        owners = [v.__dict__.get(OWNER) for v in variables]
+        values = [
+            v._value if owner is None or (reader and owner.buffers is reader) else None
+            for v, owner in zip(variables, owners)
         ]
-
-
-def _is_quiet(variable: Any, reader: Any) -> bool:
-    owner = variable.__dict__.get(OWNER)
-    return owner is None or (reader is not None and owner.buffers is reader)
+    asked = [i for i, value in enumerate(values) if value is None]
+    if asked:
+        with AutocastScope(None):
+            for i in asked:
+                values[i] = variables[i].value
+    return values
 
 
 def holds(variable: Any, value: Any) -> bool:

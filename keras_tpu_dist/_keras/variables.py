@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import keras
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from keras.src.backend.common import global_state
 
 from keras_tpu_dist._keras.seam import in_front_of
@@ -95,11 +95,12 @@ def _stock_array(variable: Any, dtype: Any) -> Any:
 
 def _stock_assign(variable: Any, value: Any) -> None:
     super(_Claimed, variable)._direct_assign(value)
-    # On a mesh with one device, Keras keeps an array that is already there, whose sharding names no
-    # mesh, and warns about the mix when it creates a step function.
+    # Keras keeps an array that is already where it should be, though its sharding may name no mesh
+    # (on a mesh with one device), or the one that the user has set with `jax.set_mesh`.
     held, layout = variable._value, variable._layout
     is_array = isinstance(held, jax.Array) and not isinstance(held, jax.core.Tracer)
-    if is_array and (type(held.sharding), type(layout)) == (SingleDeviceSharding, NamedSharding):
+    placed = not is_array or getattr(held.sharding, "mesh", None) is getattr(layout, "mesh", None)
+    if not placed and isinstance(layout, NamedSharding):
         variable._value = jax.device_put(held, layout)
 
 

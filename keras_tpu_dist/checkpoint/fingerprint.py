@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_tpu_dist.common.own_mesh import in_own_mesh
+
 # Odd, so that every flipped bit changes the sum (Knuth's multiplicative hashing).
 _FACTOR = 2654435761
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -48,6 +50,7 @@ def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bo
     return lambda: [(int(number), bool(finite)) for number, finite in found()]
 
 
+@in_own_mesh
 def _started(arrays: Sequence[Any], function: Callable) -> Callable[[], list]:
     # One program can only take arrays on the same devices.
     groups: dict[Any, list[int]] = {}

@@ -36,13 +36,8 @@ def on_one(device: Any) -> Iterator[None]:
     Args:
         device: A `jax.Device` of this process.
     """
-    own = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        with jax.default_device(device):
-            yield
-    finally:
-        keras.distribution.set_distribution(own)
+    with _keras.without_distribution(), jax.default_device(device):
+        yield
 
 
 # Keras's policy belongs to a thread, its `floatx` to the process: two checks take turns.

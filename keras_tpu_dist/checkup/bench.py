@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.chips import Chip, of_kind
+from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -144,7 +145,7 @@ class Bench:
     @property
     def row(self) -> Mesh:
         """All devices as a mesh of one axis, `"device"`."""
-        return Mesh(np.asarray(self.devices, dtype=object), ("device",))
+        return auto_mesh(np.asarray(self.devices, dtype=object), ("device",))
 
     @property
     def left_s(self) -> float:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job
 from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
+from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.partitioner.table import FAULTS, Fault
 from keras_tpu_dist.processes.arrays import put
@@ -105,7 +106,7 @@ class _Ready:
 def _placed(bench: Bench, case: Case) -> _Ready:
     names, sizes = tuple(case.mesh), tuple(case.mesh.values())
     grid = np.asarray(bench.devices, dtype=object).reshape(sizes)
-    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = auto_mesh(grid, names)
     layouts = tuple(NamedSharding(mesh, spec) for spec in case.specs)
     function = case.function if case.expected is None else case.function(mesh)
     with jax.default_device(bench.local[0]), jax.default_matmul_precision("highest"):

@@ -23,6 +23,7 @@ from keras_tpu_dist.checkup.repairs import partitioner
 from keras_tpu_dist.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
 from keras_tpu_dist.checkup.step import own_step
 from keras_tpu_dist.checkup.timing import own_step_time
+from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.processes.encoding import PeerError
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
@@ -96,7 +97,7 @@ def run_check(
     wanted = [step for step in todo if only is None or step.name in set(only)]
     parts: list[CheckPart] = []
     hung = ""
-    with stages("check", len(wanted)) as begin:
+    with own_mesh(), stages("check", len(wanted)) as begin:
         for step in wanted:
             begin(step.name)
             part = _left_out(step, hung) if hung else _run(bench, step)

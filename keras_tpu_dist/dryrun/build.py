@@ -29,6 +29,7 @@ from keras_tpu_dist.dryrun.inputs import (
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.dryrun.tokens import TokenLoop, token_loop
 from keras_tpu_dist.hardware.calibration import Calibration
+from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
@@ -156,7 +157,7 @@ class Lowered:
         """The mesh."""
         shape = [size for _, size in self.axes]
         devices = np.asarray(self.devices, dtype=object).reshape(shape)
-        return Mesh(devices, [name for name, _ in self.axes])
+        return auto_mesh(devices, [name for name, _ in self.axes])
 
 
 def lower(

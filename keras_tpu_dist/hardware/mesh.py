@@ -110,7 +110,18 @@ class _DescribedMesh(keras.distribution.DeviceMesh):
 
     @property
     def backend_mesh(self) -> jax.sharding.Mesh:
-        return jax.sharding.Mesh(self.devices, self.axis_names)
+        return auto_mesh(self.devices, self.axis_names)
+
+
+def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> jax.sharding.Mesh:
+    """A mesh over whose axes the compiler splits, whatever the default of `jax.sharding.Mesh` is.
+
+    Args:
+        devices: The devices, in the mesh's shape.
+        names: The names of its axes.
+    """
+    types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.Mesh(devices, tuple(names), axis_types=types)
 
 
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:

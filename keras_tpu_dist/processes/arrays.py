@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf, check_array
 
@@ -163,7 +164,7 @@ def _own_parts(array: Any, sharding: Any) -> jax.Array:
 # One jitted function for every layout: a new one would be compiled at every call.
 @functools.lru_cache(maxsize=256)
 def _to_everywhere(sharding: NamedSharding) -> Any:
-    return jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
+    return in_own_mesh(jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, PartitionSpec())))
 
 
 def _same(array: jax.Array) -> jax.Array:

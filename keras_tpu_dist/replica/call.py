@@ -214,7 +214,8 @@ def prepare(
 
 
 def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
-    check_owner(value, strategy)
+    if value.strategy is not strategy:
+        check_owner(value, strategy)  # which raises
     if value.sizes:
         value = _without_other_padding(value, axis)
     if axis is not None:

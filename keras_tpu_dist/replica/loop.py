@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from keras_tpu_dist.common.checks import check_counts
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.replica.datasets import DistributedDataset, DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.replica.values import PerReplica
@@ -219,6 +220,7 @@ def _joined(values: Sequence[PerReplica], steps: tuple[int, ...]) -> PerReplica:
     return PerReplica(array, first.strategy, stacked=True, sizes=sizes, rows=rows)
 
 
+@in_own_mesh
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _concatenate(arrays, single, sharding):
     stacks = [array[:, None] if one else array for array, one in zip(arrays, single, strict=True)]

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica import hooks as hooks  # registers its replacements in Keras
@@ -48,6 +49,7 @@ from keras_tpu_dist.replica.reductions import (
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.replica.state import copies_of, is_own
 from keras_tpu_dist.replica.values import PerReplica, check_owner
+from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -303,7 +305,7 @@ class ReplicaCode(DistributedInput):
         fn = _without_jit(fn)
 
         def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
-            with self.scope():
+            with membership.Scope(self):
                 call = prepare(args, kwargs, options or _NOTHING_VARIES, self)
                 programs, key = self._programs_of(fn), call.key
                 program = programs.get(key)
@@ -456,6 +458,7 @@ def _reduce_leaf(op: str, value, axis, strategy):
     )
 
 
+@in_own_mesh
 @functools.partial(jax.jit, static_argnames=("op", "axes", "at", "stacked", "number", "sharding"))
 def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
     if not stacked:
@@ -536,6 +539,7 @@ def _gather_leaf(value, axis, strategy):
     )
 
 
+@in_own_mesh
 @functools.partial(jax.jit, static_argnames=("at", "split", "stacked", "number", "sharding"))
 def _gather_whole(array, *, at, split, stacked, number, sharding):
     if not stacked:

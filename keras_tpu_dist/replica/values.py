@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.own_mesh import in_own_mesh, own_mesh
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.processes.arrays import checksum
@@ -100,8 +101,9 @@ class PerReplica(TensorFlowNames):
         Values of varying sizes are `numpy` arrays, others `jax` arrays on their devices. They are
         local arrays: this process can read them and compute with them alone.
         """
-        blocks = own_blocks(self.array, self.axis, self.strategy)
-        return tuple(self.cut(replica, block) for replica, block in blocks.items())
+        with own_mesh():
+            blocks = own_blocks(self.array, self.axis, self.strategy)
+            return tuple(self.cut(replica, block) for replica, block in blocks.items())
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
@@ -304,6 +306,7 @@ class Steps:
         return self._form(_step_of(self.array, number, of_step))
 
 
+@in_own_mesh
 @functools.partial(jax.jit, static_argnames="sharding")
 def _step_of(array, number, sharding):
     found = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)

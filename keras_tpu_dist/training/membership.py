@@ -1,15 +1,16 @@
 """The strategy of a model, and moving models that were built elsewhere."""
 
 import logging
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.experts.exchange import exchange_tokens
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
@@ -22,7 +23,7 @@ from keras_tpu_dist.training.generation import Generation
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.training.turns import Turns, compiling, consistent_reads, turns_of
+from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -102,14 +103,6 @@ _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictiona
 chosen_mark = _keras.Mark("_keras_tpu_dist_layout")
 
 
-class _Scopes(threading.local):
-    def __init__(self):
-        self.entered: list = []
-
-
-_scopes = _Scopes()
-
-
 class Scope:
     """The context of `strategy.scope()`. Scopes nest; an object can be entered once at a time."""
 
@@ -117,6 +110,7 @@ class Scope:
         self._strategy = strategy
         self._entered = False
         self._outer: Any = None
+        self._mesh: Any = None
 
     def __enter__(self):
         if self._entered:
@@ -128,14 +122,21 @@ class Scope:
                 )
             )
         self._entered = True
-        self._outer = keras.distribution.distribution()
+        self._outer = _keras.active_distribution()
         keras.distribution.set_distribution(self._strategy)
-        _scopes.entered.append(self._strategy)
+        if not jax.sharding.get_abstract_mesh().empty:
+            self._mesh = own_mesh(self._own_mesh)
         return self._strategy
 
     def __exit__(self, *exception):
-        _scopes.entered.pop()
         keras.distribution.set_distribution(self._outer)
+        if self._mesh is not None:
+            self._mesh.__exit__(*exception)
+            self._mesh = None
+
+    @property
+    def _own_mesh(self) -> jax.sharding.Mesh | None:
+        return self._strategy.mesh
 
 
 class DescribedScope(Scope):
@@ -151,18 +152,9 @@ class DescribedScope(Scope):
         self._abstract.__exit__(*exception)
         super().__exit__(*exception)
 
-
-def current_strategy() -> Any:
-    """The active strategy; inside a scope also after `clear_session()` dropped it."""
-    active = _keras.active_strategy()
-    if active is None and _scopes.entered and keras.distribution.distribution() is None:
-        active = _scopes.entered[-1]
-        keras.distribution.set_distribution(active)
-        logger.warning(
-            "keras.utils.clear_session() inside strategy.scope() had turned distribution off; "
-            "it is on again for the models of this scope"
-        )
-    return active
+    @property
+    def _own_mesh(self) -> None:
+        return None  # JAX would compute on devices that are not attached.
 
 
 def created(model: Any) -> None:
@@ -171,7 +163,7 @@ def created(model: Any) -> None:
     Args:
         model: The model, built or not.
     """
-    strategy = current_strategy()
+    strategy = _keras.active_strategy()
     if strategy is not None:
         _join(model, strategy)
 
@@ -189,7 +181,7 @@ def find_strategy(model: Any) -> Any:
         ValueError: If the model has a strategy and a different distribution is active, or if it has
             none and its layers are on the meshes of several.
     """
-    active = current_strategy()
+    active = _keras.active_strategy()
     if active is not None:
         return active
     member = _members.get(model)
@@ -513,4 +505,4 @@ def chosen(variable: Any, layout: Any) -> Any:
     return layout
 
 
-_keras.serve(find_strategy, created, compiling, consistent_reads, written_once)
+_keras.serve(find_strategy, created, compiling, read_together, written_once)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
-from keras_tpu_dist.hardware.mesh import build_mesh
+from keras_tpu_dist.hardware.mesh import auto_mesh, build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -59,7 +59,7 @@ def mesh_of(recipe: Any) -> Any:
     names, shape = kind
     devices = np.empty(len(ids), dtype=object)
     devices[:] = _devices_here(ids, f"the mesh {dict(zip(names, shape, strict=True))}")
-    return Mesh(devices.reshape(shape), names)
+    return auto_mesh(devices.reshape(shape), names)
 
 
 def _devices_here(ids: list[int], of: str) -> list:

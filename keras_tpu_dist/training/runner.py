@@ -209,6 +209,19 @@ class Runner:
         """
         return not isinstance(function, StepLoop) or function.serves()
 
+    def training_begins(self, model: Any) -> None:
+        """Called before callbacks see the start of a fit, when its model is built.
+
+        What they call in other threads need not wait for the first launch, which a custom train
+        function never announces.
+
+        Args:
+            model: The model that trains.
+        """
+        member = membership.of_model(model)
+        if member is not None and member.turns.here:
+            member.turns.ready(_keras.state_variables(model))
+
     def control(self, model: Any) -> FitControl | None:
         """The controls of a model's fit, for callbacks.
 

@@ -2,7 +2,10 @@
 
 import contextlib
 import logging
+import operator
+import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ logger = logging.getLogger("keras_tpu_dist")
 TRAINING = ("fit", "train_on_batch")
 _WITH_METRICS = ("evaluate", "test_on_batch")
 _WARN_AFTER_S = 10.0
+_LOOK_AFTER_S = 1.0
 
 
 class Turns:
@@ -103,11 +107,15 @@ class Turns:
             return
         me = threading.current_thread()
         with self._changed:
-            # Wait until the thread that trains has built the model: two threads cannot build it.
-            while self.elsewhere and not self._ready:
-                self._changed.wait()
+            # Two threads cannot build a model.
+            self._wait_while(
+                lambda: self.elsewhere and not self._ready,
+                lambda: [self._trainer],
+                f"{name} of model {model.name!r} waits until the {self._training} that another "
+                "thread began has built it",
+            )
             measures = name in _WITH_METRICS
-            beside = self.elsewhere or (measures and self._others(self._measuring))
+            beside = self.elsewhere or (measures and bool(self._others(self._measuring)))
             counters = [] if beside else [self._readers, self._measuring][: 1 + measures]
             for counter in counters:
                 counter[me] += 1
@@ -123,8 +131,13 @@ class Turns:
     def _trains(self, name: str, model: Any) -> Iterator[None]:
         with self._changed:
             self.check_free(name, model)
-            if self._others(self._measuring):
-                self._wait_for_metrics(name, model)
+            # An evaluate counts in the model's own metrics.
+            self._wait_while(
+                lambda: bool(self._others(self._measuring)),
+                lambda: self._others(self._measuring),
+                f"{name} of model {model.name!r} waits for an evaluate of it that another thread "
+                "began before",
+            )
             self.check_free(name, model)
             if not self._depth:
                 self._trainer, self._training = threading.current_thread(), name
@@ -160,19 +173,47 @@ class Turns:
                 )
             )
 
-    def _others(self, counter: Counter) -> bool:
+    def _others(self, counter: Counter) -> list[threading.Thread]:
         me = threading.current_thread()
-        return any(count and thread is not me for thread, count in counter.items())
+        return [thread for thread, count in counter.items() if count and thread is not me]
 
-    def _wait_for_metrics(self, name: str, model: Any) -> None:
-        """Waits for an evaluate that began before: it counts in the model's own metrics."""
-        while self._others(self._measuring):
-            if not self._changed.wait(_WARN_AFTER_S):
-                logger.warning(
-                    "%s of model %r waits for an evaluate of it that another thread began before",
-                    name,
-                    model.name,
+    def _wait_while(self, busy: Callable[[], bool], others: Callable[[], list], waits: str) -> None:
+        """Waits for other threads, and says so if it takes long.
+
+        Args:
+            busy: Whether to wait on.
+            others: The threads it waits for.
+            waits: What waits for what.
+
+        Raises:
+            RuntimeError: If one of them waits for this thread.
+        """
+        warn_at = time.monotonic() + _WARN_AFTER_S
+        while busy():
+            if self._changed.wait(_LOOK_AFTER_S):
+                continue
+            if any(map(_joins_this_thread, others())):
+                raise RuntimeError(
+                    message(
+                        "Two threads must not wait for each other.",
+                        received=f"{waits}, and that thread waits for this one, in join().",
+                        fix="Start or join the thread in a callback of the fit, when the model is "
+                        "built, or after the fit.",
+                    )
                 )
+            if time.monotonic() > warn_at:
+                logger.warning("%s", waits)
+                warn_at = time.monotonic() + _WARN_AFTER_S
+
+
+def _joins_this_thread(other: threading.Thread | None) -> bool:
+    me, join = threading.current_thread(), threading.Thread.join.__code__
+    frame = None if other is None else sys._current_frames().get(other.ident or 0)
+    while frame is not None:
+        if frame.f_code is join and frame.f_locals.get("self") is me:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _turns: "weakref.WeakKeyDictionary[Any, Turns]" = weakref.WeakKeyDictionary()
@@ -208,20 +249,25 @@ def consistent_values(variables: list) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def consistent_reads(variables: list) -> Iterator[None]:
-    """The context of a function that reads variables, such as `get_weights`.
+def read_together(variables: list, read: Callable[[], Any]) -> Any:
+    """Calls a function that reads variables, such as `get_weights`, and returns its result.
 
-    Values are consistent even if another thread trains some of the variables.
-
+    It sees the values of one step, even if another thread trains some of the variables, or begins
+    to while it reads.
 
     Args:
         variables: The variables.
+        read: The function.
     """
     owners = (_keras.owner_of(v) for v in variables)
-    trained = any(owner is not None and owner.elsewhere for owner in owners)
-    with consistent_values(variables) if trained else contextlib.nullcontext():
-        yield
+    if not any(owner is not None and owner.elsewhere for owner in owners):
+        before = _keras.values_of(variables)
+        result = read()
+        # A first launch in another thread may come in between: no owner says so in advance.
+        if all(map(operator.is_, before, _keras.values_of(variables))):
+            return result
+    with consistent_values(variables):
+        return read()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """A model keeps its strategy; what was built elsewhere is moved, once, and said so."""
 
+import contextlib
 import gc
 import logging
 import weakref
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from helpers import assert_close, built, data, mlp, results
 from jax.sharding import NamedSharding
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training import membership
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common import once
 
 X, Y = data()
 
@@ -126,20 +129,77 @@ def test_another_distribution_is_refused_clearly():
     assert_close(model.get_weights(), before, 0)
 
 
-@pytest.mark.slow
-def test_clear_session_does_not_turn_distribution_off(expected, caplog):
+DOORS = {
+    "scope": lambda strategy: strategy.scope(),
+    "set_distribution": lambda strategy: contextlib.nullcontext(
+        keras.distribution.set_distribution(strategy)
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("first", ["variable", "layer", "model"])
+def test_clear_session_does_not_turn_distribution_off(expected, door, first, caplog):
+    """Whatever is made first after it, and whichever way the strategy was made the active one."""
+    once.forget()
     strategy = ktd.TPUStrategy()
-    model = built(mlp, strategy)
-    keras.utils.clear_session()
-    assert_close(_run(model), expected)
-    assert _on_mesh(model, strategy)
-    with strategy.scope():
+    with DOORS[door](strategy):
         keras.utils.clear_session()
+        if first == "variable":
+            assert _keras.variable_layout(keras.Variable(np.zeros(3))).mesh is strategy.mesh
+        elif first == "layer":
+            layer = keras.layers.Dense(3)
+            layer.build((None, 6))
+            assert _keras.variable_layout(layer.kernel).mesh is strategy.mesh
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         model = mlp()
         assert_close(_run(model), expected)
+        assert keras.distribution.distribution() is strategy
     assert _on_mesh(model, strategy)
-    assert "clear_session() inside strategy.scope() had turned distribution off" in caplog.text
+    (said,) = [record for record in caplog.records if "clear_session" in record.message]
+    assert said.levelname == "WARNING"
+    assert said.message == (
+        f"keras.utils.clear_session() had turned distribution off: {strategy!r} is on again, as "
+        "its scope() or set_distribution() says. To turn it off, leave the scope, or call "
+        "keras.distribution.set_distribution(None)"
+    )
+
+
+def test_clear_session_outside_of_a_scope(expected):
+    strategy = ktd.TPUStrategy()
+    model = built(mlp, strategy)
+    keras.utils.clear_session()
+    assert keras.distribution.distribution() is None
+    assert mlp().layers[0].kernel.value.devices() == {jax.devices()[0]}
+    assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+
+
+def test_set_distribution_turns_a_strategy_off(caplog):
+    """Also before or after a `clear_session`, and within a scope; another thread has its own."""
+    strategy, stock = ktd.TPUStrategy(), keras.distribution.DataParallel()
+    keras.distribution.set_distribution(strategy)
+    keras.distribution.set_distribution(None)
+    keras.utils.clear_session(free_memory=False)
+    assert mlp().layers[0].kernel.value.devices() == {jax.devices()[0]}
+    with strategy.scope():
+        keras.distribution.set_distribution(None)
+        assert keras.Variable(np.zeros(3)).value.devices() == {jax.devices()[0]}
+    keras.distribution.set_distribution(strategy)
+    keras.distribution.set_distribution(stock)
+    keras.utils.clear_session(free_memory=False)
+    assert keras.Variable(np.zeros(3)).value.devices() == {jax.devices()[0]}
+    assert "clear_session" not in caplog.text
+
+
+def test_a_scope_within_restores_what_clear_session_dropped():
+    strategy, other = ktd.TPUStrategy(), ktd.TPUStrategy({"model": 8})
+    keras.distribution.set_distribution(strategy)
+    keras.utils.clear_session(free_memory=False)
+    with other.scope():
+        assert keras.distribution.distribution() is other
+    assert keras.distribution.distribution() is strategy
 
 
 def test_scopes_nest_and_restore_what_was_there():
@@ -156,7 +216,7 @@ def test_a_scope_is_left_after_an_exception():
     with pytest.raises(OSError, match="inside"), ktd.TPUStrategy().scope():
         raise OSError("inside")
     assert keras.distribution.distribution() is None
-    assert membership.current_strategy() is None
+    assert _keras.active_strategy() is None
 
 
 def test_one_scope_object_cannot_be_entered_twice():

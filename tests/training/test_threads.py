@@ -2,7 +2,9 @@
 
 import contextlib
 import threading
+import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -94,6 +96,109 @@ def test_a_callback_of_a_second_fit_waits_for_a_thread_that_predicts(call):
         trained.train_on_batch(X[:8], np.eye(3, dtype="float32")[Y[:8]])
     trained.fit(X, np.eye(3)[Y], batch_size=8, epochs=2, verbose=0, callbacks=[waits])
     assert beside == [(40, 3)] * 2
+
+
+class OwnFunction(keras.Sequential):
+    """Makes its own train function, which calls nothing of Keras's."""
+
+    def make_train_function(self, force=False):
+        step = jax.jit(self.train_step)
+        self.train_function = lambda state, iterator: step(state, next(iterator))
+
+
+MOMENTS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end")
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, "on_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("own", [False, True], ids=["keras", "own"])
+def test_a_callback_joins_a_thread_that_predicts(own, moment):
+    """Whatever moment of a fit it is, the first or a second one: neither waits for the other."""
+    with ktd.TPUStrategy().scope():
+        trained = (OwnFunction if own else keras.Sequential)([*normalized().layers])
+        trained.compile("sgd", "mse")
+    beside = []
+
+    class Joins(keras.callbacks.Callback):
+        pass
+
+    def joins(self, *args, **kwargs):
+        thread = threading.Thread(
+            target=lambda: beside.append(trained.predict(X[:3], verbose=0).shape), daemon=True
+        )
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    setattr(Joins, moment, joins)
+    for _ in range(2):
+        trained.fit(X[:16], np.eye(3)[Y[:16]], batch_size=8, verbose=0, callbacks=[Joins()])
+    assert set(beside) == {(3, 3)}
+    assert len(beside) == (4 if "batch" in moment else 2)
+
+
+def test_a_generator_joins_a_thread_that_waits_for_its_model():
+    """Keras reads a batch to build the model: the two would wait for each other for ever."""
+    with ktd.TPUStrategy().scope():
+        trained = keras.Sequential([keras.layers.Dense(3)])
+        trained.compile("sgd", "mse")
+    errors = []
+
+    def predict():
+        try:
+            trained.predict(X[:3], verbose=0)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def batches():
+        thread = threading.Thread(target=predict, daemon=True)
+        thread.start()
+        thread.join()
+        while True:
+            yield X[:8], np.eye(3)[Y[:8]]
+
+    trained.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
+    (error,) = errors
+    assert error.startswith("Two threads must not wait for each other. Received: predict of model ")
+    assert "waits until the fit that another thread began has built it" in error
+
+
+def test_a_step_function_beside_a_thread_that_builds(monkeypatch):
+    """Metrics that another thread makes now have no value yet, and no warning is due."""
+    with ktd.TPUStrategy(MESHES[1]).scope():
+        trained = normalized()
+    trained.evaluate(X[:13], np.eye(3)[Y[:13]], verbose=0)
+    made = trained.metrics_variables[-1]
+    monkeypatch.setattr(made, "_value", None)
+    monkeypatch.setattr(made, "_initializer", keras.initializers.Zeros(), raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trained.predict(X[:13], verbose=0).shape == (13, 3)
+
+
+def test_weights_that_are_read_while_a_fit_begins():
+    """A reader that began before the first launch sees one state, not parts of two."""
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        trained = normalized()
+    before = trained.get_weights()
+    fitted = []
+
+    class Waits(type(trained.weights[3])):
+        """Another thread trains between the third and the fourth read."""
+
+        def __array__(self, *args, **kwargs):
+            if not fitted:
+                fitted.append(True)
+                in_threads(lambda: fit_13(trained, epochs=1))
+            return super().__array__(*args, **kwargs)
+
+    trained.weights[3].__class__ = Waits
+    read = trained.get_weights()
+    assert fitted
+    after = trained.get_weights()
+    for state in (before, after):
+        same = [np.array_equal(a, b) for a, b in zip(read, state)]
+        assert all(same) or not any(same[:6])
+    assert_close(read, after, 0)
 
 
 @pytest.mark.parametrize("layout", [None, "fsdp"])
