@@ -65,11 +65,13 @@ _ELEMENTWISE = {
 }  # fmt: skip
 # Nothing to change but layouts and what says nothing about values.
 _PLAIN = {
-    "after-all", "bitcast-convert", "broadcast", "call", "complex", "conditional", "constant",
-    "convert", "copy", "dynamic-slice", "gather", "get-tuple-element", "imag", "iota", "is-finite",
-    "map", "opt-barrier", "optimization-barrier", "parameter", "real", "reduce-precision",
-    "reshape", "reverse", "rng-bit-generator", "slice", "sort", "topk", "transpose", "tuple",
-    "while",
+    "after-all", "bitcast-convert", "call", "complex", "conditional", "constant", "convert",
+    "get-tuple-element", "imag", "iota", "is-finite", "map", "opt-barrier", "optimization-barrier",
+    "parameter", "real", "reduce-precision", "rng-bit-generator", "sort", "topk", "tuple", "while",
+}  # fmt: skip
+# They move the elements of their first operand.
+_MOVES = {
+    "broadcast", "copy", "dynamic-slice", "gather", "reshape", "reverse", "slice", "transpose",
 }  # fmt: skip
 # Custom calls of the TPU compiler that return their operand.
 _IDENTITIES = {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
@@ -389,6 +391,8 @@ class _Rewriter:
             yield from self._reduction(computation, instruction)
         elif opcode in ("concatenate", "dynamic-update-slice", "pad"):
             yield from self._of_one_dtype(computation, instruction)
+        elif opcode in _MOVES:
+            yield from self._moved(computation, instruction)
         elif opcode == "all-reduce" and not self._is_reduced(instruction):
             yield from self._reduced_by_pairs(instruction)
         elif opcode in _COLLECTIVES:
@@ -453,6 +457,14 @@ class _Rewriter:
         moved = 2 if instruction.opcode in ("dynamic-update-slice", "pad") else len(wanted)
         wanted[:moved] = [result.dtype] * moved
         yield from self._typed(computation, instruction, wanted, [result.dtype])
+
+    def _moved(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """An operation that moves elements, and may convert them on the way."""
+        if instruction.type_text.startswith("("):  # a copy of a tuple
+            yield self._written(instruction, instruction.opcode)
+            return
+        wanted = [operand.shapes[0].dtype for operand in computation.operands(instruction)]
+        yield from self._typed(computation, instruction, wanted, wanted[:1])
 
     def _widest(self, instruction: Instruction, *dtypes: str) -> str:
         if len(set(dtypes)) == 1:
@@ -597,32 +609,33 @@ class _Rewriter:
 
     def _reduced_by_pairs(self, instruction: Instruction) -> Iterator[str]:
         """A reduction by a computation of its own: gathered, and joined one by one."""
-        name, (operand,) = instruction.name, instruction.operand_names
-        (shape,) = instruction.shapes
-        groups = groups_of(instruction, self.num_devices)
+        name, groups = instruction.name, groups_of(instruction, self.num_devices)
         size = len(groups[0])
-        one, every = (1, *shape.dims), (size, *shape.dims)
         listed = ",".join(f"{{{_listed(group)}}}" for group in groups)
-        yield f"%{name}.one = {_array(shape, one)} reshape(%{operand})"
-        yield (
-            f"%{name}.all = {_array(shape, every)} all-gather(%{name}.one), "
-            f"replica_groups={{{listed}}}, dimensions={{0}}"
-        )
         called = attributes_of(instruction)["to_apply"]
-        dimensions = _listed(range(len(shape.dims)))
-        last = ""
-        for number in range(size):
-            cuts = [f"[{number}:{number + 1}]", *(f"[0:{n}]" for n in shape.dims)]
-            part = f"%{name}.part{number}"
-            cut = f"slice(%{name}.all), slice={{{', '.join(cuts)}}}"
-            yield f"{part}.cut = {_array(shape, one)} {cut}"
-            yield f"{part} = {_array(shape)} reshape({part}.cut)"
-            if last:
-                joined = f"map({last}, {part}), dimensions={{{dimensions}}}, to_apply={called}"
-                yield f"{part}.joined = {_array(shape)} {joined}"
-                part = f"{part}.joined"
-            last = part
-        yield f"%{name} = {_array(shape)} copy({last})"
+        results = []
+        for place, operand in enumerate(instruction.operand_names):
+            shape, of = instruction.shapes[place], f"%{name}.of{place}"
+            one, every = (1, *shape.dims), (size, *shape.dims)
+            yield f"{of}.one = {_array(shape, one)} reshape(%{operand})"
+            gather = f"all-gather({of}.one), replica_groups={{{listed}}}, dimensions={{0}}"
+            yield f"{of}.all = {_array(shape, every)} {gather}"
+            dimensions = _listed(range(len(shape.dims)))
+            results.append("")
+            for number in range(size):
+                cuts = [f"[{number}:{number + 1}]", *(f"[0:{n}]" for n in shape.dims)]
+                part = f"{of}.part{number}"
+                cut = f"slice({of}.all), slice={{{', '.join(cuts)}}}"
+                yield f"{part}.cut = {_array(shape, one)} {cut}"
+                yield f"{part} = {_array(shape)} reshape({part}.cut)"
+                if results[place]:
+                    both = f"map({results[place]}, {part})"
+                    joined = f"{both}, dimensions={{{dimensions}}}, to_apply={called}"
+                    yield f"{part}.joined = {_array(shape)} {joined}"
+                    part = f"{part}.joined"
+                results[place] = part
+        opcode = "tuple" if instruction.type_text.startswith("(") else "copy"
+        yield self._written(instruction, opcode, operands=", ".join(results))
 
     def _begun(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """What runs beside the rest, computed where it is started.

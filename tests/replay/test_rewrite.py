@@ -164,11 +164,13 @@ def test_a_reduction_by_a_computation_of_its_own():
     )
     text = program(
         ["f32[2]"],
-        "ROOT %r = f32[2] all-reduce(%p0), replica_groups={{0,1},{2,3}}, to_apply=%norm",
+        "ROOT %r = (f32[2], f32[2]) all-reduce(%p0, %p0), replica_groups={{0,1},{2,3}}, "
+        "to_apply=%norm",
         before=before,
     )
     parts = [np.array([n, 1], "float32") for n in (3, 4, 5, 12)]
-    (found,) = ran(text, [parts], 4)
+    found, again = ran(text, [parts], 4)
+    np.testing.assert_array_equal(found, again)
     np.testing.assert_allclose(found[0], [5, 2**0.5], rtol=1e-6)
     np.testing.assert_allclose(found[3], [13, 2**0.5], rtol=1e-6)
 
@@ -200,6 +202,21 @@ def test_dtypes_that_differ_are_converted():
     np.testing.assert_array_equal(total, [1.5, 6, 4])
     np.testing.assert_array_equal(chosen.astype("float32"), [1.5, 2, 4])
     np.testing.assert_array_equal(less, [False, True, False])
+
+
+def test_moves_convert_what_they_move():
+    text = program(
+        ["bf16[3]", "s32[]"],
+        "%b = f32[3,2] broadcast(%p0), dimensions={0}",
+        "%t = bf16[2,3] transpose(%b), dimensions={1,0}",
+        "%s = f32[1,2] dynamic-slice(%t, %p1, %p1), dynamic_slice_sizes={1,2}",
+        "ROOT %r = (f32[3,2], bf16[2,3], f32[1,2]) tuple(%b, %t, %s)",
+    )
+    x = jax.numpy.array([1, 2, 3], "bfloat16")
+    wide, turned, cut = (parts[0] for parts in ran(text, [[x], [np.int32(1)]]))
+    np.testing.assert_array_equal(wide, [[1, 1], [2, 2], [3, 3]])
+    np.testing.assert_array_equal(turned.astype("float32"), [[1, 2, 3], [1, 2, 3]])
+    np.testing.assert_array_equal(cut, [[2, 3]])
 
 
 @pytest.mark.parametrize(("precision", "rounded"), [("", True), ("highest,highest", False)])
@@ -268,5 +285,5 @@ def test_attributes_are_read_whole():
 
 
 def test_no_operation_stands_in_two_tables():
-    tables = [rewrite._ELEMENTWISE, rewrite._PLAIN, rewrite._COLLECTIVES]
+    tables = [rewrite._ELEMENTWISE, rewrite._PLAIN, rewrite._COLLECTIVES, rewrite._MOVES]
     assert sum(map(len, tables)) == len(functools.reduce(set.union, tables))
