@@ -54,6 +54,8 @@ _COLLECTIVES = {
     "ragged-all-to-all",
     "reduce-scatter",
 }
+# Of several arrays, as if they were called for each. XLA's CPU client wants one dtype.
+_ONE_BY_ONE = {"all-gather", "all-reduce", "collective-permute", "reduce-scatter"}
 # As HLO defines them, operands and results have one dtype.
 _ELEMENTWISE = {
     "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "cosine", "count-leading-zeros",
@@ -395,8 +397,10 @@ class _Rewriter:
             yield from self._moved(computation, instruction)
         elif opcode == "all-reduce" and not self._is_reduced(instruction):
             yield from self._reduced_by_pairs(instruction)
+        elif opcode in _ONE_BY_ONE and instruction.type_text.startswith("("):
+            yield from self._one_by_one(instruction, opcode)
         elif opcode in _COLLECTIVES:
-            yield self._collective(instruction, opcode)
+            yield self._written(instruction, opcode, self._collective_attributes(instruction))
         elif opcode in ("copy-start", "slice-start", "async-start") or begins in _COLLECTIVES:
             yield from self._begun(computation, instruction)
         elif opcode.endswith(("-done", "-update")):
@@ -579,9 +583,10 @@ class _Rewriter:
         back = np.argsort(np.array(now, int))
         yield f"%{name} = {_array(result)} transpose({steps.last}), dimensions={{{_listed(back)}}}"
 
-    def _collective(self, instruction: Instruction, opcode: str, type_text: str = "") -> str:
+    def _collective_attributes(self, instruction: Instruction) -> str:
+        """Who takes part, written out, and what else a collective is given."""
         found = attributes_of(instruction)
-        if opcode == "collective-permute":
+        if "source_target_pairs" in found:
             groups = f"source_target_pairs={found['source_target_pairs']}"
         else:
             listed = ",".join(
@@ -593,10 +598,17 @@ class _Rewriter:
             for name, text in found.items()
             if name not in {*_DROPPED, "replica_groups", "source_target_pairs"}
         ]
-        attributes = ", ".join([groups, *rest])
-        if type_text:  # what was started apart: the caller writes the name
-            return f"{type_text} {opcode}({_plain_type(instruction.operands)}), {attributes}"
-        return self._written(instruction, opcode, attributes)
+        return ", ".join([groups, *rest])
+
+    def _one_by_one(self, instruction: Instruction, opcode: str) -> Iterator[str]:
+        """A collective of several arrays, as several."""
+        attributes = self._collective_attributes(instruction)
+        members = []
+        for number, operand in enumerate(instruction.operand_names):
+            members.append(f"%{instruction.name}.of{number}")
+            computed = f"{opcode}(%{operand}), {attributes}"
+            yield f"{members[-1]} = {_array(instruction.shapes[number])} {computed}"
+        yield self._written(instruction, "tuple", operands=", ".join(members))
 
     def _is_reduced(self, instruction: Instruction) -> bool:
         """Whether XLA's CPU client can reduce over devices by a computation."""
@@ -645,14 +657,19 @@ class _Rewriter:
         opcode, name = instruction.opcode.removesuffix("-start"), instruction.name
         types = _parts(instruction.type_text)
         if opcode == "all-reduce" or not instruction.type_text.startswith("("):
-            yield self._collective(instruction, opcode)
+            if instruction.type_text.startswith("("):
+                yield from self._one_by_one(instruction, opcode)
+            else:
+                yield self._written(instruction, opcode, self._collective_attributes(instruction))
             return
         operands, result = types[:2]
         if opcode == "copy":  # the copy comes before the original
             operands, result = result, operands
             computed = f"{_plain_type(result)} copy({_plain_type(instruction.operands)})"
         elif opcode in _COLLECTIVES:
-            computed = self._collective(instruction, opcode, _plain_type(result))
+            given = _plain_type(instruction.operands)
+            attributes = self._collective_attributes(instruction)
+            computed = f"{_plain_type(result)} {opcode}({given}), {attributes}"
         elif opcode == "slice":
             kept = self._kept(instruction)
             computed = f"{_plain_type(result)} slice({_plain_type(instruction.operands)}), {kept}"
@@ -697,6 +714,12 @@ class _Rewriter:
             padding = "x".join(f"0_{size - of}" for of, size in sizes)
             given = f"%{operands[0].name}, {zero}"
             yield self._written(instruction, "pad", f"padding={padding}", given)
+        elif target == "ConcatBitcast":  # parts that were fetched one by one
+            (result,), first = instruction.shapes, operands[0].shapes[0]
+            differ = [d for d, size in enumerate(first.dims) if size != result.dims[d]]
+            if len(differ) != 1:
+                raise cannot_run(instruction, "its parts do not join along one dimension")
+            yield self._written(instruction, "concatenate", f"dimensions={{{differ[0]}}}")
         elif target == "AsyncCollectiveStart":
             yield from self._started(computation, instruction)
         elif target == "AsyncCollectiveDone":
