@@ -429,16 +429,12 @@ class _Rewriter:
         """An operation whose values have one dtype, as HLO defines it: here the widest."""
         (result,) = instruction.shapes
         dtypes = [operand.shapes[0].dtype for operand in computation.operands(instruction)]
-        fixed = {"select": 1, "compare": 0}.get(instruction.opcode)
-        values = dtypes[1:] if instruction.opcode == "select" else dtypes
-        wide = self._widest(instruction, *values, *([result.dtype] if fixed != 0 else []))
-        wanted = [*dtypes[: len(dtypes) - len(values)], *[wide] * len(values)]
-        yield from self._typed(
-            computation,
-            instruction,
-            wanted,
-            [result.dtype if instruction.opcode == "compare" else wide],
-        )
+        compares, chosen_by = instruction.opcode == "compare", instruction.opcode == "select"
+        values = dtypes[chosen_by:]
+        wide = self._widest(instruction, *values, *([] if compares else [result.dtype]))
+        wanted = [*dtypes[:chosen_by], *[wide] * len(values)]
+        results = [result.dtype if compares else wide]
+        yield from self._typed(computation, instruction, wanted, results)
 
     def _reduction(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """An operation with a computation of its own, whose parameters have the dtypes."""

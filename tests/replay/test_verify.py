@@ -207,7 +207,7 @@ def test_sums_that_libtpu_loses_are_found_with_the_pass(mesh, capsys):
         (cnn, MODEL, "tensor_parallel", "v4:2x2x1", 13, "train"),
         (kernel_lstm, MODEL, "tensor_parallel", "v5e:2x2", 13, "train"),
         (kernel_attention, {"data": 4}, None, "v5e:2x2", 13, "train"),
-        (kernel_attention, {"data": 4}, None, "v5p:2x2x1", 16, "train"),
+        (kernel_lstm, {"data": 4}, None, "v5p:2x2x1", 16, "train"),
         (tables, MODEL, "auto", "v5e:2x2", 13, "train"),
         (half, FSDP, "fsdp", "v5e:2x2", 13, "train"),
         (large_table, {"data": 4, "model": 2}, "auto", "v5e:2x4", 13, "train"),
