@@ -381,8 +381,7 @@ class _Rewriter:
         elif opcode == "bitcast":
             yield from self._bitcast(computation, instruction)
         elif opcode == "fusion":
-            called = attributes_of(instruction)["calls"]
-            yield self._written(instruction, "call", f"to_apply={called}")
+            yield from self._fusion(computation, instruction)
         elif opcode == "partition-id":
             yield f"%{name} = u32[] replica-id()"
         elif opcode == "replica-id":  # partitions of one replica, until here
@@ -397,8 +396,8 @@ class _Rewriter:
             yield from self._moved(computation, instruction)
         elif opcode == "all-reduce" and not self._is_reduced(instruction):
             yield from self._reduced_by_pairs(instruction)
-        elif opcode in _ONE_BY_ONE and instruction.type_text.startswith("("):
-            yield from self._one_by_one(instruction, opcode)
+        elif opcode in _ONE_BY_ONE:
+            yield from self._one_by_one(computation, instruction, opcode)
         elif opcode in _COLLECTIVES:
             yield self._written(instruction, opcode, self._collective_attributes(instruction))
         elif opcode in ("copy-start", "slice-start", "async-start") or begins in _COLLECTIVES:
@@ -423,6 +422,21 @@ class _Rewriter:
         return (
             f"%{instruction.name} = {_plain_type(instruction.type_text)} {opcode}({operands})"
             + (f", {attributes}" if attributes else "")
+        )
+
+    def _fusion(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        called = attributes_of(instruction)["calls"]
+        inner = self.program.computations[called.lstrip("%")]
+        wanted = [parameter.shapes for parameter in inner.parameters]
+        given = [operand.shapes for operand in computation.operands(instruction)]
+        found = inner.root.shapes if inner.root else instruction.shapes
+        dtypes = [[shape.dtype for shape in shapes] for shapes in (*wanted, found)]
+        if dtypes == [[s.dtype for s in shapes] for shapes in (*given, instruction.shapes)]:
+            yield self._written(instruction, "call", f"to_apply={called}")
+            return
+        wide = [dtype for (dtype,) in dtypes[:-1]]
+        yield from self._typed(
+            computation, instruction, wide, dtypes[-1], f"to_apply={called}", opcode="call"
         )
 
     def _elementwise(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
@@ -481,6 +495,7 @@ class _Rewriter:
         results: list[str],
         attributes: str | None = None,
         sources: list[str] | None = None,
+        opcode: str = "",
     ) -> Iterator[str]:
         """An instruction with operands of these dtypes, whose results have the others.
 
@@ -496,7 +511,7 @@ class _Rewriter:
                 target = f"{wanted[number]}[{_listed(shape.dims)}]"
                 yield f"%{name}.in{number} = {target} convert({names[-1]})"
                 names[-1] = f"%{name}.in{number}"
-        opcode = instruction.opcode
+        opcode = opcode or instruction.opcode
         if attributes is None:
             attributes = self._kept(instruction)
         computed = f"{opcode}({', '.join(names)})" + (f", {attributes}" if attributes else "")
@@ -596,15 +611,26 @@ class _Rewriter:
         ]
         return ", ".join([groups, *rest])
 
-    def _one_by_one(self, instruction: Instruction, opcode: str) -> Iterator[str]:
-        """A collective of several arrays, as several."""
+    def _one_by_one(
+        self, computation: Computation, instruction: Instruction, opcode: str
+    ) -> Iterator[str]:
+        """A collective, of several arrays as several. A reduction has the dtype of its function."""
         attributes = self._collective_attributes(instruction)
+        reduced_by = self.program.computations.get(instruction.called_by("to_apply") or "")
         members = []
-        for number, operand in enumerate(instruction.operand_names):
-            members.append(f"%{instruction.name}.of{number}")
-            computed = f"{opcode}(%{operand}), {attributes}"
-            yield f"{members[-1]} = {_array(instruction.shapes[number])} {computed}"
-        yield self._written(instruction, "tuple", operands=", ".join(members))
+        for number, operand in enumerate(computation.operands(instruction)):
+            source, of = f"%{operand.name}", f"%{instruction.name}.of{number}"
+            (given,), shape = operand.shapes, instruction.shapes[number]
+            dtype = reduced_by.parameters[0].shapes[0].dtype if reduced_by else given.dtype
+            yield f"{of}.in = {dtype}[{_listed(given.dims)}] convert({source})"
+            computed = f"{opcode}({of}.in), {attributes}"
+            yield f"{of}.out = {dtype}[{_listed(shape.dims)}] {computed}"
+            yield f"{of} = {_array(shape)} convert({of}.out)"
+            members.append(of)
+        several = instruction.type_text.startswith("(")
+        yield self._written(
+            instruction, "tuple" if several else "copy", operands=", ".join(members)
+        )
 
     def _is_reduced(self, instruction: Instruction) -> bool:
         """Whether XLA's CPU client can reduce over devices by a computation."""
@@ -621,6 +647,7 @@ class _Rewriter:
         size = len(groups[0])
         listed = ",".join(f"{{{_listed(group)}}}" for group in groups)
         called = attributes_of(instruction)["to_apply"]
+        (wide,) = self.program.computations[called.lstrip("%")].parameters[0].shapes
         results = []
         for place, operand in enumerate(instruction.operand_names):
             shape, of = instruction.shapes[place], f"%{name}.of{place}"
@@ -635,13 +662,16 @@ class _Rewriter:
                 part = f"{of}.part{number}"
                 cut = f"slice({of}.all), slice={{{', '.join(cuts)}}}"
                 yield f"{part}.cut = {_array(shape, one)} {cut}"
-                yield f"{part} = {_array(shape)} reshape({part}.cut)"
+                yield f"{part}.one = {_array(shape)} reshape({part}.cut)"
+                yield f"{part} = {wide.dtype}[{_listed(shape.dims)}] convert({part}.one)"
                 if results[place]:
                     both = f"map({results[place]}, {part})"
                     joined = f"{both}, dimensions={{{dimensions}}}, to_apply={called}"
-                    yield f"{part}.joined = {_array(shape)} {joined}"
                     part = f"{part}.joined"
+                    yield f"{part} = {wide.dtype}[{_listed(shape.dims)}] {joined}"
                 results[place] = part
+            yield f"{of} = {_array(shape)} convert({results[place]})"
+            results[place] = of
         opcode = "tuple" if instruction.type_text.startswith("(") else "copy"
         yield self._written(instruction, opcode, operands=", ".join(results))
 
@@ -653,10 +683,7 @@ class _Rewriter:
         opcode, name = instruction.opcode.removesuffix("-start"), instruction.name
         types = _parts(instruction.type_text)
         if opcode == "all-reduce" or not instruction.type_text.startswith("("):
-            if instruction.type_text.startswith("("):
-                yield from self._one_by_one(instruction, opcode)
-            else:
-                yield self._written(instruction, opcode, self._collective_attributes(instruction))
+            yield from self._one_by_one(computation, instruction, opcode)
             return
         operands, result = types[:2]
         if opcode == "copy":  # the copy comes before the original

@@ -70,8 +70,9 @@ class Worker:
             return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
         answer = json.loads(line)
         if "error" in answer:
-            # An operation of libtpu's program that has no counterpart on simulated devices.
-            refused = answer["error"].startswith("CannotRun")
+            # An operation of libtpu's program that has no counterpart on simulated devices; and
+            # float64, which libtpu does not compile, where float32 differs and it would decide.
+            refused = answer["error"].startswith("CannotRun") or "X{64|128}" in answer["error"]
             return Finding(job, "refused" if refused else "error", answer["error"], seconds)
         detail = f"{answer['difference']:.1e} at {answer['where']}"
         return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
