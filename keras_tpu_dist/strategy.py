@@ -102,10 +102,6 @@ class TPUStrategy(
         ValueError: If the mesh does not fit the devices, a name is not an axis of the mesh, or a
             rule is malformed.
 
-    Raises:
-        ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
-            is malformed.
-
     Example:
 
     >>> import keras, keras_tpu_dist as ktd

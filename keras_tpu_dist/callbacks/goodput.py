@@ -10,6 +10,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import BUILD, START
 from keras_tpu_dist.goodput import recorder
 from keras_tpu_dist.goodput.records import check_ours
@@ -63,7 +64,7 @@ class Goodput(keras.callbacks.Callback):
                 )
             )
         _keras.install()  # for `before_fit`, also without a strategy
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = absolute_path(path)
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
         """Starts recording, if this process does not record yet.

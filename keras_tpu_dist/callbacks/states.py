@@ -48,9 +48,6 @@ def _that_swap(callbacks: Sequence[Any]) -> list:
     return [each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
 
 
-logger = logging.getLogger("keras_tpu_dist")
-
-
 def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """The states of callbacks: as plain data, and arrays by name.
 

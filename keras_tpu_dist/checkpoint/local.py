@@ -55,6 +55,7 @@ from keras_tpu_dist.checkpoint.parts import (
 )
 from keras_tpu_dist.checkpoint.store import check_files, checkpoint_errors, folder
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.processes.arrays import sent
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf, check_form
@@ -164,7 +165,7 @@ class LocalTier:
     state_of = staticmethod(named_state)
 
     def __init__(self, directory: str | os.PathLike, asynchronous: bool):
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = absolute_path(directory)
         self.found: Found | None = None
         self.saved_step: int | None = None
         self._own = os.path.join(self.directory, f"process_{jax.process_index()}")

@@ -228,6 +228,22 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
+def check_name(path: str) -> None:
+    """Raises a `CheckpointError` for a path that could not be read back.
+
+    Args:
+        path: The path of an array.
+    """
+    if not _is_name(path):
+        raise CheckpointError(
+            message(
+                f"A path in a checkpoint has at most {_LONGEST_NAME:,} characters.",
+                received={"path": f"{path[:60]}...", "characters": len(path)},
+                fix="Give the model and its layers shorter names.",
+            )
+        )
+
+
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST_NAME
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
 from keras_tpu_dist.checkpoint.fingerprint import start_fingerprints
-from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
+from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, check_name
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, automatic_names, named_state
 from keras_tpu_dist.common.version import __version__
 
@@ -43,6 +43,9 @@ def snapshot(
         The arrays by key, and a function that returns the manifest. The function waits for the
         devices, which compute the fingerprints. It describes the state at the time of this call,
         even if training continues.
+
+    Raises:
+        CheckpointError: If a path is too long to be read back.
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
@@ -62,6 +65,7 @@ def snapshot(
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple]] = []
     for kind, entry, value in rows:
+        check_name(entry.path)
         key = f"{kind}_{counts[kind]:05}"
         counts[kind] += 1
         arrays[key] = value

@@ -45,6 +45,7 @@ from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved,
 from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.processes.channel import agree
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -92,7 +93,8 @@ class Store:
         alone: bool = False,
     ):
         orbax()  # or an ImportError
-        self.directory = absolute(os.fspath(directory))
+        self.directory = absolute_path(directory)
+        folder(self.directory)  # for its errors
         if _is_local(self.directory) and not os.path.isdir(self.directory):
             if read_only:
                 raise CheckpointError(
@@ -746,25 +748,38 @@ def _is_local(directory: str) -> bool:
     return "://" not in directory
 
 
-def absolute(directory: str) -> str:
-    """A directory's absolute path; a bucket's path is absolute already.
-
-    Args:
-        directory: The path.
-    """
-    return os.path.abspath(directory) if _is_local(directory) else directory
-
-
 def folder(directory: str | os.PathLike) -> Any:
     """A directory as a path object that also works for a bucket.
 
     Args:
         directory: The directory.
+
+    Raises:
+        CheckpointError: If it is a link to nothing, or in storage of an unknown kind.
     """
     orbax()  # for its error: epath comes with Orbax
     from etils import epath
 
-    return epath.Path(absolute(os.fspath(directory)))
+    where = absolute_path(directory)
+    try:
+        path = epath.Path(where)
+    except KeyError:
+        raise CheckpointError(
+            message(
+                "Checkpoints are in a folder, or in a bucket.",
+                received={"directory": where},
+                fix="Write a path, such as /runs/7 or ~/runs/7, or gs://bucket/runs/7.",
+            )
+        ) from None
+    if os.path.islink(where) and not os.path.exists(where):
+        raise CheckpointError(
+            message(
+                "A folder of checkpoints must not be a link to nothing.",
+                received={"directory": where, "link to": os.readlink(where)},
+                fix="Create the folder that the link names, or remove the link.",
+            )
+        )
+    return path
 
 
 def orbax() -> Any:

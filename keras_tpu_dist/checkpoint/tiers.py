@@ -12,6 +12,7 @@ from keras_tpu_dist.checkpoint.keeping import written_at_s
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.paths import plain_path
 from keras_tpu_dist.processes.channel import agree
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -31,7 +32,7 @@ def is_on_this_host(path: Any) -> bool:
     [True, False, False, False]
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    return isinstance(text, str) and text != "" and "://" not in text
+    return isinstance(text, str) and text != "" and "://" not in plain_path(text)
 
 
 class Tiers:

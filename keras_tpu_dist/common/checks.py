@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.paths import plain_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,7 +136,7 @@ def check_text(caller: str, **texts: Any) -> None:
 
 
 def checked_path(caller: str, fix: str, **paths: Any) -> str:
-    """A path as text.
+    """A path as text, without `~` and `file://`.
 
     Args:
         caller: The function or class that got it, for the error.
@@ -148,7 +149,7 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
     [(name, value)] = paths.items()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path:
-        return path
+        return plain_path(path)
     raise ValueError(message(f"{name} of {caller} is a path.", received={name: value}, fix=fix))
 
 

@@ -176,6 +176,16 @@ def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeSt
 def _dtype(leaf: Any) -> np.dtype:
     """The dtype in which a step gets an array."""
     if getattr(leaf.dtype, "kind", None) in ("O", "S", "U") or "string" in str(leaf.dtype):
+        if isinstance(leaf, keras.KerasTensor):
+            raise ValueError(
+                message(
+                    "A TPU computes no text, so a dry run has no input of strings.",
+                    received=f"an input of shape {leaf.shape}, of dtype {leaf.dtype}.",
+                    fix="Leave out text layers, such as StringLookup or TextVectorization: apply "
+                    "them to the dataset, dataset.map(lambda x, y: (layer(x), y)), and begin the "
+                    'model with keras.Input(..., dtype="int32").',
+                )
+            )
         raise ValueError(
             message(
                 "The input of a dry run must be numeric arrays, or their shapes.",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import REPLAY, START, TRAIN, Timeline
 from keras_tpu_dist.goodput import records
 
@@ -28,7 +29,7 @@ class GoodputRecorder:
     """
 
     def __init__(self, path: str, since: float):
-        self.path = os.path.abspath(path)
+        self.path = absolute_path(path)
         before = self._before()
         self._reached = records.reached(before)
         now = time.time()
@@ -100,7 +101,7 @@ def begin(path: str) -> None:
     if _recorder is None:
         _recorder = GoodputRecorder(path, process_began())
         _recorder.start()
-    elif _recorder.path != os.path.abspath(path):
+    elif _recorder.path != absolute_path(path):
         raise ValueError(
             message(
                 "A run has only one goodput file.",

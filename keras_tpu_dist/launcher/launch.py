@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.goodput import records
 from keras_tpu_dist.hardware.environment import simulated_environment
 from keras_tpu_dist.launcher.names import (
@@ -90,7 +91,7 @@ def launch(
     """
     # Absolute, because a process may change its directory before it reports.
     named = tempfile.mkdtemp(prefix="ktd-launch-") if logs is None else logs
-    folder = Path(named).absolute()
+    folder = Path(absolute_path(named))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -103,7 +104,7 @@ def launch(
         ) from None
     # A killed launcher may have left files.
     shutil.rmtree(folder / _REPORTS, ignore_errors=True)
-    file = None if goodput is None else os.path.abspath(goodput)
+    file = None if goodput is None else absolute_path(goodput)
     code = 1
     limits = restarts or Restarts()
     codes: list[int] = []

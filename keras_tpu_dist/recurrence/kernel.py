@@ -74,7 +74,6 @@ def over_time(
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)` of one direction.
             It must not use other arrays.
         held: Arrays that every step reads, such as weights.
-        held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)`.
         inputs: Arrays `(time, batch, ...)`.
         reverse: Whether time runs backwards.
