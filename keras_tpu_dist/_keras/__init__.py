@@ -122,6 +122,7 @@ from keras_tpu_dist._keras.structure import owner_of_loss as owner_of_loss
 from keras_tpu_dist._keras.structure import producer as producer
 from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention
+from keras_tpu_dist._keras.structure import slots_of_optimizer as slots_of_optimizer
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import to_snake_case as to_snake_case

@@ -312,11 +312,16 @@ def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
     return [
         each
         for one in (optimizer, *getattr(optimizer, "optimizers", ()))
-        for each in _slots_of_one(one)
+        for each in slots_of_optimizer(one)
     ]
 
 
-def _slots_of_one(optimizer: Any) -> list[tuple[str, Any, Any]]:
+def slots_of_optimizer(optimizer: Any) -> list[tuple[str, Any, Any]]:
+    """The slots of one optimizer. See `optimizer_slots`.
+
+    Args:
+        optimizer: An optimizer of Keras that wraps no other one.
+    """
     weights = weights_of(optimizer)
     found = []
     for name, slots in vars(optimizer).items():

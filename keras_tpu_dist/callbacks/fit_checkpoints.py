@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,9 +17,12 @@ from keras_tpu_dist.callbacks.states import (
     give_back_history,
     history_of,
     note_swapped,
+    plain_attributes,
+    say_what_is_not_saved,
     standing_of,
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
+from keras_tpu_dist.checkpoint.compiled import compiled_of, has_trained
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, Manifest
 from keras_tpu_dist.checkpoint.restore import load, load_newest
@@ -222,6 +225,10 @@ class FitCheckpoints:
         self.due = Due(options)
         self.resumed: Resumed | None = None
         self.has_ended = False
+        # How the run was compiled: what callbacks change in it is state.
+        self._compiled = compiled_of(fit.trainer.optimizer)
+        # Those of users' callbacks when the fit begins, until the first checkpoint.
+        self._plain_attributes: dict[int, dict[str, Any]] | None = plain_attributes(fit.callbacks)
         # Complete once the first launch has created the optimizer's variables.
         self._variables: list = []
 
@@ -305,8 +312,11 @@ class FitCheckpoints:
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""
         fit, place = self.fit, self.place
+        trained = has_trained(fit.trainer.optimizer)
         report, manifest, store = self._loaded()
         training = manifest.training
+        if trained and "compiled" in training:
+            self._compiled = replace(self._compiled, rate=training["compiled"]["rate"])
         place.step = training["step"]
         # What lies on the hosts' own disks alone is still to be saved.
         place.saved_step = place.step if store is self.tiers.store else None
@@ -530,6 +540,9 @@ class FitCheckpoints:
             tier = None
         if done and reached is not None:
             training["history_at_end"] = history_of(model.history)
+        if self._plain_attributes is not None:
+            say_what_is_not_saved(self.fit.callbacks, self._plain_attributes)
+            self._plain_attributes = None
         if shared or tier is not None:
             with standing_now.in_variables():
                 arrays, manifest = snapshot(model, training, standing_now.arrays)
@@ -594,6 +607,7 @@ class FitCheckpoints:
             "history": standing.history,
             "global_seed": standing.global_seed,
             "swapped": standing.swapped,
+            "compiled": self._compiled.to_dict(),
             "run": self.tiers.run,
         }
 

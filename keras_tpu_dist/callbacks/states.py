@@ -1,6 +1,7 @@
 """The states of callbacks, saved so that they continue to decide as they would have."""
 
 import contextlib
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -171,6 +173,52 @@ def give_back_history(history: Any, record: dict[str, Any]) -> None:
     history.epoch[:0] = record["epoch"]
     for name, values in record["logs"].items():
         history.history[name] = [*values, *history.history.get(name, ())]
+
+
+def plain_attributes(callbacks: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """The plain attributes of users' callbacks without `state_dict`, by the callback's place.
+
+    Args:
+        callbacks: The callbacks of a fit.
+    """
+    of_all = vars(keras.callbacks.Callback())
+    return {
+        i: {
+            name: copy.copy(value)
+            for name, value in vars(callback).items()
+            if name not in of_all and isinstance(value, (int, float, str, list, dict, set))
+        }
+        for i, callback in enumerate(callbacks)
+        if not hasattr(callback, "state_dict")
+        and type(callback).__module__.partition(".")[0] not in ("keras", "keras_tpu_dist")
+    }
+
+
+def say_what_is_not_saved(callbacks: Sequence[Any], before: Mapping[int, dict[str, Any]]) -> None:
+    """Logs once which attributes of users' callbacks changed, and are in no checkpoint.
+
+    Args:
+        callbacks: The callbacks of a fit.
+        before: The result of `plain_attributes` when it began.
+    """
+    for i, now in plain_attributes(callbacks).items():
+        then = before.get(i, {})
+        changed = [n for n, v in now.items() if n not in then or not _equal(then[n], v)]
+        if changed:
+            log_once(
+                f"{type(callbacks[i]).__name__} has changed {', '.join(changed[:3])} since the fit "
+                "began, which a checkpoint does not hold: a run that resumes begins with the "
+                "values of a new callback. To save them, give it state_dict() and "
+                "load_state_dict(state)",
+                logging.WARNING,
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # lists of arrays
+        return False
 
 
 def _that_know(callbacks: Sequence[Any]) -> list:

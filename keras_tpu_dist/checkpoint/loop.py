@@ -16,6 +16,12 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.beside import load_beside
+from keras_tpu_dist.checkpoint.compiled import (
+    compiled_of,
+    follow_compiled,
+    has_trained,
+    is_saved,
+)
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.names import (
@@ -246,6 +252,7 @@ class LoopCheckpoint:
             "step": int(step),
             "loop": dict(numbers),
             "loop_positions": [positions for positions, _ in answers],
+            "loop_compiled": [compiled.to_dict() for compiled in self._parts.compiled],
             "global_seed": _keras.global_seed(),
             "run": self._tiers.run,
             "objects": self._parts.counts(),
@@ -305,7 +312,9 @@ class LoopCheckpoint:
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()
         chosen, among = self._parts.chosen(manifest, step)
+        before = [has_trained(optimizer) for optimizer in self._parts.optimizers]
         assign_saved(tier, step, chosen)
+        self._parts.follow_compiled(before, manifest.training.get("loop_compiled"))
         load_beside(
             self._parts.models,
             manifest,
@@ -388,6 +397,8 @@ class _Parts:
         for dataset in self.datasets:
             dataset.keep_position()
         self.objects = objects
+        # How the run was compiled: what the loop changes in it is state.
+        self.compiled = [compiled_of(optimizer) for optimizer in self.optimizers]
         # For the manifest, like those of a model.
         self.name = self.models[0].name if self.models else "loop"
         self.optimizer = self.optimizers[0] if self.optimizers else None
@@ -510,6 +521,15 @@ class _Parts:
             (start, start_there, own, there[start_there : start_there + count])
             for start, start_there, own, count in zip(starts, starts_there, here, counts)
         ]
+
+    def follow_compiled(self, trained: list[bool], saved: Any) -> None:
+        """Lets optimizers be as they were compiled; see the function of that name."""
+        known = isinstance(saved, list) and len(saved) == len(trained) and all(map(is_saved, saved))
+        runs: list[Any] = saved if known else [None] * len(trained)
+        for i, optimizer in enumerate(self.optimizers):
+            follow_compiled(optimizer, self.compiled[i], trained[i], runs[i])
+            if trained[i] and known:
+                self.compiled[i] = replace(self.compiled[i], rate=runs[i]["rate"])
 
     def build_optimizer(self) -> None:
         """Creates the slots of an optimizer that has not trained yet."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_tpu_dist.checkpoint.compiled import is_saved
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position
@@ -305,6 +306,7 @@ def _is_dtype_of_numbers(name: str) -> bool:
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("epoch", "done", "step"), _is_count),
     **dict.fromkeys(("stopped", "swapped"), lambda value: isinstance(value, bool)),
+    "compiled": is_saved,
     "reached": lambda value: value is None or _is_count(value),
     "global_seed": lambda value: (
         value is None

@@ -14,6 +14,13 @@ from typing import Any
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import from_first, in_all
 from keras_tpu_dist.checkpoint.beside import load_beside
+from keras_tpu_dist.checkpoint.compiled import (
+    begin_averages,
+    compiled_of,
+    follow_compiled,
+    has_trained,
+    one_family,
+)
 from keras_tpu_dist.checkpoint.keras_files import (
     GROUP_BYTES,
     KerasDirectory,
@@ -242,12 +249,16 @@ def load(
         raise ValueError(_misfit(store, step, weights, _is_old_loop(manifest)))
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
     others = []
+    optimizer = getattr(model, "optimizer", None)
+    before = compiled_of(optimizer), has_trained(optimizer)
     if weights.complete and not weights.kept:
         if manifest.arrays.get(OPTIMIZER):
             build_optimizer(model)
-        others = _others(store.state_of(model), manifest, weights, automatic)
-    chosen = [*pairs, *others]
-    assign_saved(store, step, chosen)
+        others = _others(optimizer, store.state_of(model), manifest, weights, automatic)
+    assign_saved(store, step, [*pairs, *others])
+    if any(saved.key.startswith(OPTIMIZER) for saved, _ in others):
+        follow_compiled(optimizer, *before, manifest.training.get("compiled"))
+        begin_averages(optimizer, {id(variable) for _, variable in others})
     load_beside(
         [model],
         manifest,
@@ -259,13 +270,11 @@ def load(
     )
     _keras.forget_state(model)
     _log_renamed(model, weights)
-    kept = (*weights.kept, *weights.missing, *weights.reshaped)
-    loaded = tuple(variable.path for _, variable in pairs)
     report = Restored(
         directory=store.directory,
         step=step,
-        loaded=loaded,
-        kept=kept,
+        loaded=tuple(variable.path for _, variable in pairs),
+        kept=(*weights.kept, *weights.missing, *weights.reshaped),
         unused=weights.unexpected,
         renamed=weights.renamed,
         optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
@@ -393,9 +402,13 @@ def _one_of_several(
 
 
 def _others(
-    state: dict, manifest: Manifest, weights: Matching, automatic: frozenset[str]
+    optimizer: Any,
+    state: dict,
+    manifest: Manifest,
+    weights: Matching,
+    automatic: frozenset[str],
 ) -> list[tuple[Saved, Any]]:
-    """Pairs for slots, the optimizer's other variables, and metrics, if all of a kind fit."""
+    """Pairs for slots and the optimizer's other variables that fit, and for metrics if all do."""
     saved = manifest.entries(WEIGHTS)
     names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
     sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
@@ -405,17 +418,55 @@ def _others(
     rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER), **names)
     metrics = match(here[METRICS], manifest.entries(METRICS), **names)
     found: list[tuple[Saved, Any]] = []
-    if len(slots) == len(here[SLOTS]) and rest.complete and here[OPTIMIZER]:
+    whole = len(slots) == len(here[SLOTS]) and rest.complete
+    saved_by = manifest.written.get("optimizer")
+    if here[OPTIMIZER] and (whole or _is_of(optimizer, saved_by, manifest)):
+        rest_pairs = rest.pairs if whole else _by_last_name(here[OPTIMIZER], manifest)
         found += _pairs(state, manifest, SLOTS, slots)
-        found += _pairs(state, manifest, OPTIMIZER, rest.pairs)
+        found += _pairs(state, manifest, OPTIMIZER, rest_pairs)
+        if not whole or len(slots) < len(manifest.entries(SLOTS)):
+            _say_what_is_left(optimizer, saved_by, here, manifest, slots)
     elif here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
         logger.warning(
-            "the optimizer's state is not loaded: %s saved it, and it does not fit",
-            manifest.written.get("optimizer"),
+            "the optimizer's state is not loaded: %s saved it, and it does not fit", saved_by
         )
     if metrics.complete:
         found += _pairs(state, manifest, METRICS, metrics.pairs)
     return found
+
+
+def _is_of(optimizer: Any, saved_by: Any, manifest: Manifest) -> bool:
+    """Whether slots of the checkpoint mean what those of this optimizer mean."""
+    fits = one_family(saved_by, type(optimizer).__name__)
+    return fits and bool(manifest.arrays.get(OPTIMIZER))
+
+
+def _by_last_name(here: list, manifest: Manifest) -> dict[int, int]:
+    """Pairs for the count of steps and the learning rate, as far as both have them."""
+    names = {
+        entry.path.rpartition("/")[2]: j for j, entry in enumerate(manifest.entries(OPTIMIZER))
+    }
+    found = {i: names.get(entry.path.rpartition("/")[2]) for i, entry in enumerate(here)}
+    saved = manifest.entries(OPTIMIZER)
+    return {i: j for i, j in found.items() if j is not None and saved[j].shape == here[i].shape}
+
+
+def _say_what_is_left(
+    optimizer: Any, saved_by: Any, here: dict, manifest: Manifest, slots: dict[int, int]
+) -> None:
+    used = set(slots.values())
+    begin = sorted({entry.slot for i, entry in enumerate(here[SLOTS]) if i not in slots})
+    unused = {entry.slot for j, entry in enumerate(manifest.entries(SLOTS)) if j not in used}
+    logger.warning(
+        "the optimizer differs from the saved one (%s, saved by %s): %d of its %d slots are "
+        "loaded; %s begin anew, and %s of the checkpoint are not used",
+        type(optimizer).__name__,
+        saved_by,
+        len(slots),
+        len(here[SLOTS]),
+        ", ".join(begin) or "none",
+        ", ".join(sorted(unused)) or "none",
+    )
 
 
 def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) -> list:

@@ -1,0 +1,154 @@
+"""An optimizer that is compiled differently from the one whose state is loaded."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Optimizers of one family have slots of one meaning.
+_FAMILIES = ({"Adam", "AdamW"},)
+
+
+@dataclass(frozen=True)
+class CompiledOptimizer:
+    """How an optimizer was compiled, as far as a checkpoint has to know.
+
+    Attributes:
+        rate: The learning rate with which the run began; `None` for a schedule.
+        accumulation: The steps whose gradients are accumulated.
+    """
+
+    rate: float | None = None
+    accumulation: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+
+def compiled_of(optimizer: Any) -> CompiledOptimizer:
+    """How an optimizer is compiled.
+
+    Args:
+        optimizer: The optimizer, or `None`.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer is None or hasattr(optimizer, "optimizers"):
+        return CompiledOptimizer()
+    rate = optimizer.learning_rate
+    own = float(rate) if isinstance(rate, keras.Variable) else None
+    return CompiledOptimizer(own, getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+
+
+def has_trained(optimizer: Any) -> bool:
+    """Whether an optimizer has made a step, after which callbacks may have set its rate.
+
+    Args:
+        optimizer: The optimizer, or `None`.
+    """
+    return optimizer is not None and _keras.train_steps_counted(optimizer) > 0
+
+
+def is_saved(data: Any) -> bool:
+    """Whether plain data, from any source, is a result of `CompiledOptimizer.to_dict`.
+
+    Args:
+        data: Any JSON value.
+    """
+    if not isinstance(data, Mapping) or set(data) != {"rate", "accumulation"}:
+        return False
+    rate, steps = data["rate"], data["accumulation"]
+    return (rate is None or type(rate) is float) and type(steps) is int and 1 <= steps < 2**31
+
+
+def one_family(one: str | None, other: str | None) -> bool:
+    """Whether the slots of two classes of optimizers have one meaning.
+
+    Args:
+        one: A class's name.
+        other: Another one.
+    """
+    return one == other or any({one, other} <= family for family in _FAMILIES)
+
+
+def follow_compiled(
+    optimizer: Any, compiled: CompiledOptimizer, trained: bool, saved: Mapping[str, Any] | None
+) -> None:
+    """Lets an optimizer whose state was just loaded be as it was compiled; the log says so.
+
+    A rate that a callback set during the run is state. One that you compiled and that differs from
+    the one with which the run began is what you want now.
+
+    Args:
+        optimizer: The optimizer.
+        compiled: How it was compiled, noted before loading.
+        trained: Whether it had trained then.
+        saved: `CompiledOptimizer.to_dict` of the run that was saved; `None` in older checkpoints.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if saved is None:
+        _say_rate(optimizer, compiled, trained)
+        return
+    began = saved["rate"]
+    if not (trained or None in (began, compiled.rate)) and not _close(began, compiled.rate):
+        logger.warning(
+            "training goes on with the learning rate %g, as you compiled it: the run began with "
+            "%g, and had %g when it was saved. To go on with that one, compile with %g",
+            compiled.rate,
+            began,
+            float(optimizer.learning_rate),
+            began,
+        )
+        optimizer.learning_rate = compiled.rate
+    before, now = saved["accumulation"], compiled.accumulation
+    if before != now:
+        counted = _keras.train_steps_counted(optimizer)
+        logger.warning(
+            "gradients of %d steps are accumulated now, of %d when the checkpoint was saved: the "
+            "sums of %d steps are left out, and the optimizer's %d updates stay counted",
+            now,
+            before,
+            counted % before,
+            counted // before,
+        )
+        # The count of Keras is of steps, and updates are computed from it.
+        optimizer.variables[0].assign(counted // before * now)
+        for name, slot, _ in _keras.slots_of_optimizer(optimizer):
+            if name == "accumulated_gradients":
+                slot.assign(keras.ops.zeros_like(slot.value))
+
+
+def _say_rate(optimizer: Any, compiled: CompiledOptimizer, trained: bool) -> None:
+    now = compiled_of(optimizer).rate
+    if trained or None in (now, compiled.rate) or _close(now, compiled.rate):
+        return
+    logger.warning(
+        "the learning rate is %g, as it was saved, and not %g, as you compiled it: the checkpoint "
+        "does not say with which one its run began. To change it, assign "
+        "model.optimizer.learning_rate after loading",
+        now,
+        compiled.rate,
+    )
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-6)
+
+
+def begin_averages(optimizer: Any, loaded: set[int]) -> None:
+    """Lets averages of weights that were not saved begin with the weights, not with zeros.
+
+    Args:
+        optimizer: The optimizer.
+        loaded: The `id`s of the variables that were loaded.
+    """
+    for name, slot, weight in _keras.slots_of_optimizer(optimizer):
+        if name == "model_variables_moving_average" and id(slot) not in loaded:
+            slot.assign(weight.value)
