@@ -148,6 +148,7 @@ from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
 from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.trainer import tell_of_layers as tell_of_layers
+from keras_tpu_dist._keras.trainer import trainability as trainability
 from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
 from keras_tpu_dist._keras.trainer import variable_layouts as variable_layouts

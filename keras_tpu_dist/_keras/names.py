@@ -263,6 +263,13 @@ ATTRIBUTES = (
     ),
     *_each(
         _LAYER,
+        "_trainable",
+        "what a traced program of replica code depends on, read at every launch",
+        "a version that counts changes",
+    ),
+    *_each(_VARIABLE, "_trainable", "the same for a variable", "a version that counts changes"),
+    *_each(
+        _LAYER,
         "_trainable_variables _non_trainable_variables",
         "variables of a layer without those of inner layers",
         "Layer.variables(recursive=False)",

@@ -898,6 +898,16 @@ def variable_layouts(variables: list) -> list:
     return [v._layout for v in variables]
 
 
+def trainability(variables: list, layers: list) -> list[bool]:
+    """Whether variables and layers train. A program is traced for that.
+
+    Args:
+        variables: The variables.
+        layers: The layers; a `BatchNormalization` that does not train computes something else.
+    """
+    return [*[v._trainable for v in variables], *[layer._trainable for layer in layers]]
+
+
 def move_variable(variable: Any, layout: Any) -> None:
     """Sets a variable's layout and moves its value; uninitialized ones only get the layout.
 

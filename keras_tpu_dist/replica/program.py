@@ -150,6 +150,8 @@ class ReplicaProgram:
         self._treedef, self._run = attempt.record.treedef, attempt.function
         self._known = attempt.known
         self._layouts = _keras.variable_layouts(self._known.every)
+        self._layers = membership.layers_with(self._known.every, strategy)
+        self._trains = _keras.trainability(self._known.every, self._layers)
         self._shared, self._own = apart(attempt.record.updated.values())
         _check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
@@ -191,6 +193,12 @@ class ReplicaProgram:
         """
         consumed = _keras.values_of(self._known.consumed)
         return self._run, (self._inputs(call, self._known), consumed)
+
+    @property
+    def serves(self) -> bool:
+        """Whether variables and layers have the layouts and train as when it was traced."""
+        trains = _keras.trainability(self._known.every, self._layers)
+        return trains == self._trains and not self.outdated
 
     @property
     def outdated(self) -> bool:

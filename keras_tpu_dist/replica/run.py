@@ -308,9 +308,13 @@ class ReplicaCode(DistributedInput):
             with membership.Scope(self):
                 call = prepare(args, kwargs, options or _NOTHING_VARIES, self)
                 programs, key = self._programs_of(fn), call.key
-                program = programs.get(key)
-                if program is None or program.outdated:
-                    program = programs[key] = ReplicaProgram(_weakly(fn), call, self, self._buffers)
+                # One for every way in which layers were frozen, as when two networks take turns.
+                known = programs.get(key, ())
+                for program in known:
+                    if program.serves:
+                        return program.launch(call, steps, every)
+                program = ReplicaProgram(_weakly(fn), call, self, self._buffers)
+                programs[key] = [program, *(each for each in known if not each.outdated)]
                 return program.launch(call, steps, every)
 
         return launch

@@ -156,10 +156,26 @@ class PerReplica(TensorFlowNames):
             )
         )
 
-    # An error for all of these: NumPy would treat it as a scalar of dtype object.
-    __array__ = __float__ = __int__ = __bool__ = __iter__ = __len__ = _refuse
+    def _refuse_numbers(self, other):
+        """Refuses to compare with values; with anything else, such as `None`, Python decides."""
+        if isinstance(other, (PerReplica, int, float, complex)) or hasattr(other, "__array__"):
+            self._refuse()
+        return NotImplemented
+
+    def __format__(self, spec):
+        return self._refuse() if spec else repr(self)
+
+    # An error for all of these: NumPy would treat it as a scalar of dtype object, and Python would
+    # compare objects, so that a guard such as `loss != loss` never fires.
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_numbers
+    __hash__ = object.__hash__
+    __array__ = __float__ = __int__ = __complex__ = __index__ = _refuse
+    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __getitem__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = _refuse
+    __rdivmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = _refuse
+    __abs__ = __round__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __xor__ = __rxor__ = _refuse
 
 
 def check_owner(value: PerReplica, strategy: Strategy) -> None:

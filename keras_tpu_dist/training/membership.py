@@ -448,6 +448,23 @@ def adopt_all(strategy: Strategy) -> None:
             adopt(model, strategy)
 
 
+def layers_with(variables: list, strategy: Strategy) -> list:
+    """The layers of a strategy's models that have some of the variables.
+
+    Args:
+        variables: The variables.
+        strategy: The strategy.
+    """
+    wanted = {id(v) for v in variables}
+    models = [m for m, member in list(_members.items()) if member.strategy is strategy]
+    layers = {id(layer): layer for m in models for layer in _keras.flatten_layers(m)}
+    return [
+        layer
+        for layer in layers.values()
+        if any(id(v) in wanted for v in _keras.own_variables(layer))
+    ]
+
+
 def variables_changed(strategy: Strategy) -> None:
     """Makes running fits continue from the variables, which other code has updated.
 

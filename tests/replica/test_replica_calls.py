@@ -239,3 +239,81 @@ def test_an_assignment_in_a_gradient_or_a_map(two):
     (batch,) = two.distribute_dataset([np.ones((4, 3), "float32")])
     two.run(step, (batch,))
     assert float(calls.value) == 2
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_layer_is_frozen_between_two_runs(two, normalized):
+    """As if `fn` were new: what trains is part of the program, and known programs come back."""
+    layers = [keras.Input((3,)), keras.layers.Dense(4, name="frozen")]
+    if normalized:
+        layers.append(keras.layers.BatchNormalization(center=False, scale=False, name="norm"))
+    with two.scope():
+        model = keras.Sequential([*layers, keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    traces = []
+
+    def step(x):
+        traces.append(1)
+
+        def loss_fn(weights, others):
+            outputs, others = model.stateless_call(weights, others, x, training=True)
+            return keras.ops.mean(outputs**2), others
+
+        weights = [v.value for v in model.trainable_variables]
+        others = [v.value for v in model.non_trainable_variables]
+        (loss, others), gradients = jax.value_and_grad(loss_fn, has_aux=True)(weights, others)
+        gradients = ktd.get_replica_context().all_reduce("mean", gradients)
+        optimizer.apply(gradients, model.trainable_variables)
+        for variable, value in zip(model.non_trainable_variables, others):
+            variable.assign(value)
+        return loss
+
+    (x,) = two.distribute_dataset(np.arange(18, dtype="float32").reshape(6, 3), batch_size=6)
+    changed = [model.layers[-2] if normalized else model.layers[0]]
+
+    def changes():
+        before = [np.array(v) for v in changed[0].variables]
+        two.run(step, (x,))
+        return any(not np.array_equal(a, b) for a, b in zip(before, changed[0].variables))
+
+    assert changes()
+    changed[0].trainable = False
+    assert not changes()
+    count = len(traces)
+    changed[0].trainable = True
+    assert changes()
+    changed[0].trainable = False
+    assert not changes()
+    assert len(traces) == count
+
+
+NAN_GUARDS = {
+    "!=": lambda v: v != v,
+    "==": lambda v: v == 1.0,
+    "<": lambda v: v < 1,
+    ">=": lambda v: np.float32(3) >= v,
+    "abs": abs,
+    "format": lambda v: f"{v:.4f}",
+    "round": lambda v: round(v, 2),
+    "**": lambda v: v**2,
+    "in": lambda v: 1.0 in v,
+    "bool": bool,
+    "isnan": np.isnan,
+}
+
+
+@pytest.mark.parametrize("guard", NAN_GUARDS)
+def test_a_value_per_replica_is_no_number(two, guard):
+    value = two.run(lambda x: x * np.nan, (1.0,))
+    with pytest.raises(TypeError, match=r"it is not one array.*Combine it with strategy\.reduce"):
+        NAN_GUARDS[guard](value)
+
+
+def test_a_value_per_replica_is_an_object(two):
+    value = two.run(lambda x: x, (1.0,))
+    assert value != None  # noqa: E711
+    assert value != "none"
+    assert value in [value]
+    assert {value: 1}[value] == 1
+    assert f"{value}" == str(value) == repr(value)
