@@ -109,7 +109,7 @@ def _attributes_of_keras(layer: Any) -> list[str]:
 
 
 def _recorded(layer: Any) -> dict[str, Any] | None:
-    """What the layer writes; `None` if it can say so only once it was adapted."""
+    """What the layer writes; `None` if it can only write once it was adapted."""
     recorded: dict[str, Any] = {}
     try:
         layer.save_own_variables(recorded)

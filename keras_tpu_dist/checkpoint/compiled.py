@@ -81,7 +81,7 @@ def one_family(one: str | None, other: str | None) -> bool:
 def follow_compiled(
     optimizer: Any, compiled: CompiledOptimizer, trained: bool, saved: Mapping[str, Any] | None
 ) -> None:
-    """Lets an optimizer whose state was just loaded be as it was compiled; the log says so.
+    """Lets an optimizer whose state was just loaded be as it was compiled, with a WARNING.
 
     A rate that a callback set during the run is state. One that you compiled and that differs from
     the one with which the run began is what you want now.

@@ -61,8 +61,8 @@ class InputPosition:
     def in_epoch(self, epoch: Mapping[str, int]) -> "InputPosition":
         """The position to go on from in an input that may have other batches, or fewer.
 
-        Batches of another size are not those that were used. So the epoch begins anew, and the log
-        says so, unless only its end is left. `steps_per_epoch` batches of an unchanged input may
+        Batches of another size are not those that were used. So the epoch begins anew, with a
+        WARNING, unless only its end is left. `steps_per_epoch` batches of an unchanged input may
         end an epoch earlier than before; then it begins anew with the next batch of the input.
 
         Args:

@@ -321,7 +321,7 @@ class _Steps:
         self.converted(dtype, dims)
 
     def cut(self, dims: Sequence[int], tile: tuple[int, ...]) -> list[int]:
-        """Takes an array apart into tiles."""
+        """Reshapes an array into tiles."""
         filled, paired, after, order = _cut_dims(dims, tile)
         longer = [*[1] * (len(filled) - len(dims)), *dims]
         self.reshape(longer)
@@ -334,7 +334,7 @@ class _Steps:
         return after
 
     def joined(self, dims: Sequence[int], tile: tuple[int, ...]) -> None:
-        """Puts tiles together to an array."""
+        """Reshapes tiles into an array."""
         filled, paired, _, order = _cut_dims(dims, tile)
         self.transpose(np.argsort(order).tolist(), paired)
         self.reshape(filled)
@@ -562,8 +562,8 @@ class _Rewriter:
     def _bitcast(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """The same bytes as another array: transposed, reshaped, transposed.
 
-        Bytes lie in the order of the layout, and within that tile by tile. Where tiles make a
-        difference, they are taken apart and put together as well.
+        Bytes are in the order of the layout, and within that tile by tile. If tiles make a
+        difference, the array is reshaped by tiles, and back.
         """
         (result,), (operand,) = instruction.shapes, computation.operands(instruction)
         (source,), name = operand.shapes, instruction.name

@@ -178,7 +178,7 @@ class Turns:
         return [thread for thread, count in counter.items() if count and thread is not me]
 
     def _wait_while(self, busy: Callable[[], bool], others: Callable[[], list], waits: str) -> None:
-        """Waits for other threads, and says so if it takes long.
+        """Waits for other threads, with a WARNING if it takes long.
 
         Args:
             busy: Whether to wait on.
@@ -263,7 +263,7 @@ def read_together(variables: list, read: Callable[[], Any]) -> Any:
     if not any(owner is not None and owner.elsewhere for owner in owners):
         before = _keras.values_of(variables)
         result = read()
-        # A first launch in another thread may come in between: no owner says so in advance.
+        # A first launch in another thread may come in between: no owner knows of it in advance.
         if all(map(operator.is_, before, _keras.values_of(variables))):
             return result
     with consistent_values(variables):

@@ -371,7 +371,8 @@ def test_other_objects_are_matched_in_their_order_too(tmp_path):
     with ktd.LoopCheckpoint(tmp_path, model, first, second, one, two) as saved:
         saved.save(1)
     keras.utils.clear_session(free_memory=False)
-    second, first = keras.optimizers.SGD(momentum=0.9), keras.optimizers.SGD(momentum=0.9)
+    # A rate that is compiled differently would stay as compiled.
+    second, first = keras.optimizers.SGD(0.2, momentum=0.9), keras.optimizers.SGD(0.1, momentum=0.9)
     two, one = keras.metrics.AUC(num_thresholds=3), keras.metrics.AUC(num_thresholds=3)
     for optimizer in (first, second):
         optimizer.build(model.trainable_variables)

@@ -298,7 +298,6 @@ def main(arguments=None):
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    logging.getLogger("keras_tpu_dist").setLevel(logging.ERROR)
     strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
     counts, wrong, start = Counter(), 0, time.perf_counter()
     for seed in range(options.seed, options.seed + options.count):
@@ -321,4 +320,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    logging.getLogger("keras_tpu_dist").setLevel(logging.ERROR)
     sys.exit(bool(main()))
