@@ -16,7 +16,7 @@ from keras_tpu_dist.replica.call import prepare
 def compiled_for_tpu(strategy, function, args, topology):
     """The program that `strategy.run` made on simulated devices, compiled for a slice."""
     call = prepare(args, {}, ktd.RunOptions(), strategy)
-    program = strategy._programs_of(function)[call.key]
+    program = strategy._programs_of(function)[call.key][-1]
     run, arguments = program.with_arguments(call)
     exported = jax.export.export(run, platforms=["tpu"])(*arguments)
     slice_ = ktd.Topology.parse(topology)

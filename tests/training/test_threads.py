@@ -154,7 +154,7 @@ def test_a_generator_joins_a_thread_that_waits_for_its_model():
         thread.start()
         thread.join()
         while True:
-            yield X[:8], np.eye(3)[Y[:8]]
+            yield X[:8], np.eye(3, dtype="float32")[Y[:8]]
 
     trained.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
     (error,) = errors
