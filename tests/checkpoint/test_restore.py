@@ -147,11 +147,13 @@ def test_weights_that_share_a_path_are_told_apart_whichever_train(source, target
     one.fit(X, X, epochs=1, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
     report = ktd.restore(again, tmp_path)
     assert_close(again.get_weights(), one.get_weights())
-    assert report.optimizer == (target == source or source is None)
+    assert report.optimizer
     weights = {id(weight): i for model in (one, again) for i, weight in enumerate(model.weights)}
     slots = {(n, weights[id(w)]): slot for n, slot, w in _keras.optimizer_slots(one)}
-    for name, slot, weight in _keras.optimizer_slots(again) if report.optimizer else ():
-        assert_close(slot.numpy(), slots[name, weights[id(weight)]].numpy())
+    # Moments that were saved are loaded; a weight that was frozen begins with none.
+    for name, slot, weight in _keras.optimizer_slots(again):
+        saved = slots.get((name, weights[id(weight)]))
+        assert_close(slot.numpy(), np.zeros(slot.shape) if saved is None else saved.numpy())
 
 
 def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
