@@ -79,14 +79,15 @@ def test_frozen_layers_with_other_numbers_get_their_own_weights(source, target, 
     one, again = made("data", source), made("fsdp", target)
     one.fit(X, X, epochs=1, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
     report = ktd.restore(again, tmp_path)
-    # Frozen layers that were trained have slots here, and none there.
-    assert report.optimizer == (source is alike)
+    assert report.optimizer
     for here, there in zip(again.layers, one.layers):
         assert_close(here.get_weights(), there.get_weights())
     slots = {(name, id(weight)): slot for name, slot, weight in _keras.optimizer_slots(one)}
     there = dict(zip(map(id, again.weights), map(id, one.weights)))
-    for name, slot, weight in _keras.optimizer_slots(again) if report.optimizer else ():
-        assert_close(slot.numpy(), slots[name, there[id(weight)]].numpy())
+    # A layer that was frozen there has slots here and none there: they begin with zeros.
+    for name, slot, weight in _keras.optimizer_slots(again):
+        saved = slots.get((name, there[id(weight)]))
+        assert_close(slot.numpy(), np.zeros(slot.shape) if saved is None else saved.numpy())
 
 
 class SharedName(keras.layers.Layer):
