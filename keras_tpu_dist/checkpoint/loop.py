@@ -157,6 +157,10 @@ class LoopCheckpoint:
             before._give_way()
         self._store = Store(path, keep=keep, asynchronous=asynchronous)
         self._tiers = Tiers(self._store, local, asynchronous, _FIX)
+        # If it is deleted without `close`, the last checkpoint is still written, and the next one
+        # of this process can use the directory.
+        self._end = weakref.finalize(self, _end, self._tiers)
+        self._end.atexit = False
         self._preemption: Preemption | None = None
         _open[place] = self
 
@@ -342,6 +346,7 @@ class LoopCheckpoint:
 
     def _close(self, why: str) -> None:
         self._is_closed = self._is_closed or why
+        self._end.detach()
         try:
             self._tiers.close()
         finally:
@@ -366,6 +371,12 @@ class LoopCheckpoint:
     def __exit__(self, *exception: Any) -> None:
         self._is_entered = False
         self.close()
+
+
+def _end(tiers: Tiers) -> None:
+    # The collector may run in any thread; the one that writes cannot wait for itself.
+    if not tiers.store.is_written_here:
+        finish(tiers.close)
 
 
 def _stop(preemption: Preemption) -> None:

@@ -496,6 +496,11 @@ class Store:
         """
         self._join()
 
+    @property
+    def is_written_here(self) -> bool:
+        """Whether the current thread is the one that completes a checkpoint."""
+        return self._completing is threading.current_thread()
+
     def _join(self) -> None:
         if self._completing is not None:
             self._completing.join()

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 
 import keras
 import numpy as np
@@ -561,6 +562,27 @@ def test_one_that_is_deleted_lets_go_of_the_folder(tmp_path):
         fitted(tmp_path / "other", 2)
     saved.close()
     fitted(tmp_path / "other", 2)
+
+
+def test_one_that_is_deleted_while_it_writes_is_waited_for(tmp_path, monkeypatch, said):
+    """The next one of this process found the folder locked, and a failure was in no log."""
+    stock = Store._complete
+
+    def slow(store, step):
+        time.sleep(1)
+        stock(store, step)
+        if step == 2:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(Store, "_complete", slow)
+    for step in (1, 2):
+        saved = opened(tmp_path, asynchronous=True)
+        saved.restore()
+        saved.save(step)
+        del saved
+        opened(tmp_path).close()
+    assert "the last checkpoint is missing" in said.text
+    assert "no space left" in said.text
 
 
 def test_one_that_is_in_use_is_not_closed_for_another(tmp_path):
