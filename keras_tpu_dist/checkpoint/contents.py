@@ -159,7 +159,7 @@ def _cells(row: CheckpointRow) -> tuple[str, ...]:
         size_text(row.bytes),
         mesh,
         str(written.get("processes", "")),
-        str(written.get("at", "")),
+        str(written.get("at", "")).partition(".")[0],  # to seconds
     )
 
 
