@@ -12,8 +12,8 @@ from keras_tpu_dist.replay.rewrite import CannotRun
 
 # module_0004.jit_call.cl_1.0063.the-pipeline.after_the-pass.before_the-next.txt
 _DUMP = re.compile(r"\.(\d+)\.[^/]*?\.?after_([^/]+?)\.before_([^/]+?)\.txt$")
-# The first pass whose program is that of one device, with collectives.
-_PARTITIONER = re.compile(r"spmd-partitioning|shardy-xla|sdy|spmd-simplify", re.IGNORECASE)
+# A pass behind which the program may be that of one device, with collectives.
+_PARTITIONER = re.compile(r"spmd|shardy", re.IGNORECASE)
 # A pass whose program cannot be run is left out; the next one in this many places is tried.
 _NEAR = 6
 
@@ -127,7 +127,7 @@ def first_wrong(compiled: Runs) -> WrongPass | None:
 
 def _partitioned(dump: _Dump) -> bool:
     """Whether the program is that of one device."""
-    if not re.search(r"spmd-partitioning|shardy|spmd", dump.after, re.IGNORECASE):
+    if not _PARTITIONER.search(dump.after):
         return False
     head = dump.path.read_text(errors="replace")
     return "sharding={" not in head.split("ENTRY", 1)[-1] or "partition-id" in head

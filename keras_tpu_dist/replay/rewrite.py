@@ -714,9 +714,9 @@ class _Rewriter:
 
     def _finished(self, computation: Computation, instruction: Instruction) -> str:
         (source,) = computation.operands(instruction)
-        if instruction.opcode.endswith("-update") or not source.type_text.startswith("("):
-            return self._written(instruction, "copy")
-        if instruction.opcode == "all-reduce-done":  # of several arrays
+        # All-reduces are no tuple of operands and results, but results alone.
+        whole = instruction.opcode == "all-reduce-done" or instruction.opcode.endswith("-update")
+        if whole or not source.type_text.startswith("("):
             return self._written(instruction, "copy")
         index = 0 if instruction.opcode == "copy-done" else 1
         return self._written(instruction, "get-tuple-element", f"index={index}")
