@@ -5,6 +5,8 @@ import random
 import feature_orders
 import pytest
 
+# Keras says so of each layer that has nothing to quantize.
+pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning")
 MODELS = ("lstm", "block", "experts")
 SAMPLE = random.Random(0).sample(
     [(name, order) for name in MODELS for order in feature_orders.orders()], 24
