@@ -285,7 +285,7 @@ def test_what_the_answers_name_exists(objects):
         for value in table.values():
             yield from [value] if isinstance(value, str) else sentences(value)
 
-    tables = (tensorflow_names.ATTRIBUTES, tensorflow_names.ARGUMENTS)
+    tables = tensorflow_names.answers().values()
     text = "\n".join(s for table in tables for s in sentences(table))
     owners = {
         "strategy": objects["strategy"],

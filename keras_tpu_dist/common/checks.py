@@ -205,7 +205,7 @@ def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
 
 
 def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
-    instead = set(tensorflow_names.ARGUMENTS.get(owner, {}).values())
+    instead = set(tensorflow_names.arguments_of(owner).values())
     use = f"Use {', '.join(names)}."
     return message(
         f"{owner} does not have so many arguments.",

@@ -1,311 +1,31 @@
 """TensorFlow names that this package does not have, and what to write instead."""
 
+import functools
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_tpu_dist.common.errors import message
 
 _GUIDE = "Pass none of TensorFlow's objects: docs/migration.md says what to write for each."
-_NO_CLUSTER = "Leave it out: there is no cluster and no session, JAX finds the chips."
-_RUN = "Write strategy.run over the batches of strategy.distribute_dataset."
-_STEPS = (
-    "Write strategy.run(fn, (iterator,), steps=N), or for fit "
-    "model.compile(..., steps_per_execution=N)."
-)
-_UPDATE = "Assign to the variable, variable.assign(value), within strategy.run or outside."
-_DATASET_OPTIONS = (
-    "Leave it out: batches are put on the devices, and TPUStrategy(prefetch=N) says how many ahead."
-)
-_COLLECTIVES = "Leave it out: XLA schedules the collectives."
-_COORDINATES = "Ask topology.coordinates() for the chips and topology.devices() for the devices."
-_COMPILE = "Write it in model.compile(...): optimizer=, loss=, metrics=."
-_SAVE = "Write ktd.callbacks.Checkpoint(directory, every_steps=, every_minutes=, keep=)."
-_ONE_PIPELINE = (
-    'Write TPUStrategy(input="per_process") for one input pipeline in each process; else all read '
-    "the same global batches."
-)
-_INFEED = "Leave it out: there is no infeed or outfeed."
-_SCOPE = "Build and compile a Keras model within strategy.scope()."
-_BATCH_SIZE = "Write batch_size= of fit, evaluate or predict: the global one, of any size."
-_OUTPUTS = "Return it from the model's call."
-_EXPORT = "Write model.export(path)."
-_OTHER_STRATEGY = (
-    "Write TPUStrategy(): it runs on all devices that JAX has, on any number of hosts."
-)
-_PREEMPTION = "Write ktd.callbacks.Checkpoint(directory): it saves when the machine is taken away."
-_DEVICES_OF_FUNCTION = (
-    "Write `with strategy.logical_device(k):` around the layers' creation, ktd.assign(layer, k), "
-    "or strategy.assign_to_logical_device(function, k)(x)."
-)
-_ELEMENT_SPEC = (
-    "Leave it out: nothing is traced for a signature, programs are made for the shapes that come."
-)
-_PARTITION = "Write strategy.split_to_logical_devices(x, [1, 2, 2, 1]) in the model."
-_TPU_CONFIG = {
-    "iterations_per_loop": "Write model.compile(..., steps_per_execution=N).",
-    "num_shards": "Leave it out: strategy.num_replicas_in_sync follows from the mesh.",
-    "num_cores_per_replica": 'Write TPUStrategy({"data": -1, "model": N}).',
-    "per_host_input_for_training": _ONE_PIPELINE,
-    "tpu_job_name": _NO_CLUSTER,
-    "initial_infeed_sleep_secs": _INFEED,
-    "input_partition_dims": _PARTITION,
-    "eval_training_input_configuration": _ONE_PIPELINE,
-    "experimental_host_call_every_n_steps": "Write a callback that acts on each Nth batch.",
-    "experimental_allow_per_host_v2_parallel_get_next": "Write TPUStrategy(prefetch=N).",
-    "experimental_customized_tpu_infeed_outfeed_session_hook_class": _INFEED,
-    "experimental_feed_hook": _INFEED,
-}
-_RUN_CONFIG = {
-    "tpu_config": "Write what stands in it; ktd.TPUConfig(...) says what to write for each.",
-    "model_dir": _SAVE,
-    **dict.fromkeys(("evaluation_master", "master", "cluster", "session_config"), _NO_CLUSTER),
-    **dict.fromkeys(("device_fn", "protocol", "session_creation_timeout_secs"), _NO_CLUSTER),
-    "tf_random_seed": "Write keras.utils.set_random_seed(seed).",
-    "save_summary_steps": "Write keras.callbacks.TensorBoard(directory, update_freq=N).",
-    "log_step_count_steps": "Write keras.callbacks.TensorBoard(directory, update_freq=N).",
-    **dict.fromkeys(("save_checkpoints_steps", "save_checkpoints_secs"), _SAVE),
-    **dict.fromkeys(("keep_checkpoint_max", "keep_checkpoint_every_n_hours"), _SAVE),
-    "checkpoint_save_graph_def": _SAVE,
-    **dict.fromkeys(("train_distribute", "eval_distribute"), _SCOPE),
-    "experimental_distribute": _SCOPE,
-    "experimental_max_worker_delay_secs": _NO_CLUSTER,
-}
-_RUN_OPTIONS = {
-    "experimental_enable_dynamic_batch_size": "Write RunOptions(dynamic_batch=True), and mask with "
-    "context.batch_mask.",
-    "experimental_bucketizing_dynamic_shape": 'Write RunOptions(buckets="power_of_two", axis=1), '
-    "and mask with context.length_mask.",
-    "experimental_xla_options": "Leave it out: programs are always partitioned as one (SPMD).",
-}
-_INPUT_OPTIONS = {
-    "experimental_fetch_to_device": _DATASET_OPTIONS,
-    "experimental_per_replica_buffer_size": "Write TPUStrategy(prefetch=N).",
-    "experimental_place_dataset_on_device": "Pass arrays that are on the mesh to strategy.run.",
-    "experimental_replication_mode": _ONE_PIPELINE,
-}
-_FOUND = "Leave it out: JAX finds the chips; docs/pods.md says how a pod's processes start."
-_RESOLVER = {
-    "tpu": _FOUND,
-    "zone": _FOUND,
-    "project": _FOUND,
-    "job_name": _FOUND,
-    "coordinator_name": _FOUND,
-    "coordinator_address": _FOUND,
-    "credentials": _FOUND,
-    "service": _FOUND,
-    "discovery_url": _FOUND,
-}
 
-# From one of our classes, or a name of TensorFlow's that has parts, to its attributes.
-ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
-    "TPUStrategy": {
-        "cluster_resolver": "Ask strategy.mesh for the devices and strategy.num_hosts for the "
-        "number of processes; there is no cluster.",
-        "extended": "Write what its part needs: strategy.extended.NAME says it for each.",
-        "unwrap": "Write strategy.local_results(value).",
-        "group": "Leave it out: there are no operations to group, results come when they are read.",
-        "steps_per_run": _STEPS,
-        "colocate_vars_with": "Leave it out: optimizer slots have the layout of their weight.",
-        "make_dataset_iterator": _RUN,
-        "make_input_fn_iterator": _RUN,
-        "experimental_make_numpy_dataset": "Write strategy.distribute_dataset(arrays, "
-        "batch_size=N).",
-        "experimental_run": _RUN,
-        "configure": _NO_CLUSTER,
-        "update_config_proto": _NO_CLUSTER,
-    },
-    "strategy.extended": {
-        "reduce_to": "Write strategy.reduce(op, value, axis=None); within strategy.run "
-        "context.all_reduce(op, value).",
-        "batch_reduce_to": "Write strategy.reduce(op, values, axis=None): it takes structures.",
-        "broadcast_to": "Leave it out: a plain array goes to all replicas.",
-        "update": _UPDATE,
-        "update_non_slot": _UPDATE,
-        "non_slot_devices": _UPDATE,
-        "read_var": "Write variable.value.",
-        "colocate_vars_with": "Leave it out: optimizer slots have the layout of their weight.",
-        "variable_created_in_scope": "Compare variable.value.sharding.mesh with strategy.mesh.",
-        "value_container": "Leave it out: a value per replica is one object, a PerReplica.",
-        "worker_devices": "Write strategy.mesh.devices.",
-        "parameter_devices": "Write strategy.mesh.devices.",
-        "experimental_require_static_shapes": "Leave it out: programs always have fixed shapes; "
-        "RunOptions pads what varies.",
-        "experimental_logical_device": _DEVICES_OF_FUNCTION,
-        "call_for_each_replica": "Write strategy.run(fn, args, kwargs).",
-        "tpu_run": "Write strategy.run(fn, args, kwargs).",
-        "experimental_run_steps_on_iterator": _STEPS,
-        "experimental_make_numpy_dataset": "Write strategy.distribute_dataset(arrays, "
-        "batch_size=N).",
-        "steps_per_run": _STEPS,
-        "num_hosts": "Write strategy.num_hosts.",
-        "num_replicas_per_host": "Write strategy.num_replicas_in_sync // strategy.num_hosts.",
-        "tpu_hardware_feature": "Leave it out: tables for SparseCore are in KerasRS.",
-        "lazy_variable_tracker": "Leave it out: a variable is created when it is called for.",
-        **dict.fromkeys(
-            ("should_checkpoint", "should_save_summary"),
-            "Leave it out: all processes call, and one of them writes.",
-        ),
-        **dict.fromkeys(
-            ("experimental_between_graph", "experimental_should_init"),
-            "Leave it out: there is no graph to set up.",
-        ),
-    },
-    "ReplicaContext": {
-        "devices": "Leave it out: a replica's code does not know its device; strategy.mesh.devices "
-        "has all.",
-        "experimental_logical_device": _DEVICES_OF_FUNCTION,
-    },
-    "PerReplica": {
-        "numpy": "Write strategy.reduce(op, value, axis), strategy.gather(value, axis), or "
-        "strategy.local_results(value).",
-        "primary": "Write strategy.local_results(value)[0].",
-    },
-    "DistributedDataset": {
-        "element_spec": _ELEMENT_SPEC,
-        "reduce": "Write a loop over the dataset: `for batch in dataset: ...`.",
-    },
-    "DistributedIterator": {
-        "element_spec": _ELEMENT_SPEC,
-        "get_next": "Write next(iterator).",
-        "get_next_as_optional": "Write next(iterator, None).",
-    },
-    "RunOptions": _RUN_OPTIONS,
-    "DeviceAssignment": {
-        "host_device": "Write assignment.host(replica, logical_core): the number of the process.",
-    },
-    "Topology": {
-        "mesh_shape": "Write topology.shape.",
-        "mesh_rank": "Write len(topology.shape).",
-        "num_tasks": "Write topology.num_hosts.",
-        "num_tpus_per_task": "Write topology.num_devices // topology.num_hosts.",
-        "missing_devices": "Leave it out: a slice is complete.",
-        "serialized": "Write topology.to_dict(), or topology.name, which Topology.parse reads.",
-        "device_coordinates": _COORDINATES,
-        "task_ordinal_at_coordinates": _COORDINATES,
-        "tpu_device_ordinal_at_coordinates": _COORDINATES,
-        "tpu_device_name_at_coordinates": _COORDINATES,
-        "cpu_device_name_at_coordinates": _COORDINATES,
-    },
-    "keras_tpu_dist": {
-        "TPUEstimator": f"{_SCOPE} Then call fit, evaluate and predict.",
-        "TPUEstimatorSpec": "Write the model's call, and loss and metrics in model.compile.",
-        "TPUConfig": "Write TPUStrategy(...) and model.compile(...).",
-        "RunConfig": "Write TPUStrategy(...), model.compile(...) and callbacks.",
-        "InputPipelineConfig": _ONE_PIPELINE,
-        "CrossShardOptimizer": "Leave it out: fit has the gradient of the global batch; in replica "
-        'code write context.all_reduce("mean", gradients).',
-        "cross_replica_sum": 'Write get_replica_context().all_reduce("sum", value).',
-        "bfloat16_scope": 'Write keras.config.set_dtype_policy("mixed_bfloat16").',
-        "StopAtStepHook": "Write ktd.callbacks.StopAtStep(last_step), or "
-        "StopAtStep(num_steps, more=True).",
-        "NanTensorHook": "Write ktd.callbacks.NameNaN(), or keras.callbacks.TerminateOnNaN().",
-        "train_and_evaluate": "Write model.fit(..., validation_data=...).",
-        "TPUClusterResolver": _NO_CLUSTER,
-        "cluster_resolver": _NO_CLUSTER,
-        "initialize_tpu_system": f"{_NO_CLUSTER} For its topology write Topology.attached().",
-        "shutdown_tpu_system": _NO_CLUSTER,
-        "TPUSystemMetadata": "Write Topology.attached().",
-        "HardwareFeature": "Leave it out: tables for SparseCore are in KerasRS.",
-        "embedding": "Leave it out: tables for SparseCore are in KerasRS.",
-        "DeviceOrderMode": "Leave it out: replicas are numbered along the torus.",
-        "InputOptions": _DATASET_OPTIONS,
-        "InputReplicationMode": _ONE_PIPELINE,
-        "CommunicationOptions": _COLLECTIVES,
-        "CommunicationImplementation": _COLLECTIVES,
-        "CollectiveHints": _COLLECTIVES,
-        "CollectiveCommunication": _COLLECTIVES,
-        "CrossDeviceOps": _COLLECTIVES,
-        "HierarchicalCopyAllReduce": _COLLECTIVES,
-        "NcclAllReduce": _COLLECTIVES,
-        "ReductionToOneDevice": _COLLECTIVES,
-        "ReduceOp": 'Write "sum" or "mean".',
-        "DistributedValues": "Write PerReplica.",
-        "DistributedIterator": "Write iter(dataset) of a DistributedDataset.",
-        "StrategyExtended": "Write what its part needs: strategy.extended.NAME says it for each.",
-        "Strategy": _OTHER_STRATEGY,
-        "MirroredStrategy": _OTHER_STRATEGY,
-        "MultiWorkerMirroredStrategy": _OTHER_STRATEGY,
-        "OneDeviceStrategy": "Write TPUStrategy(devices=jax.devices()[:1]).",
-        "CentralStorageStrategy": _OTHER_STRATEGY,
-        "ParameterServerStrategy": _OTHER_STRATEGY,
-        "Server": _NO_CLUSTER,
-        "coordinator": _NO_CLUSTER,
-        "rpc": _NO_CLUSTER,
-        "partitioners": "Write layout= of TPUStrategy.",
-        "experimental": "Write the name itself, without `experimental`.",
-        "get_strategy": "Write keras.distribution.distribution().",
-        "has_strategy": "Write keras.distribution.distribution() is not None.",
-        "in_cross_replica_context": "Leave it out: call get_replica_context() only within "
-        "strategy.run.",
-        "experimental_set_strategy": "Write keras.distribution.set_distribution(strategy).",
-        "PreemptionCheckpointHandler": _PREEMPTION,
-        "PreemptionWatcher": _PREEMPTION,
-        "TerminationConfig": _PREEMPTION,
-    },
-}
-# From a callable, as Python writes its name, to arguments of its like in TensorFlow.
-ARGUMENTS: Mapping[str, Mapping[str, str]] = {
-    "TPUStrategy": {
-        "tpu_cluster_resolver": "Leave it out, or write devices=jax.devices()[:4] for some of the "
-        "chips; JAX finds them.",
-        "experimental_device_assignment": "Write TPUStrategy(mesh=assignment).",
-        "device_assignment": "Write TPUStrategy(mesh=assignment).",
-        "experimental_spmd_xla_partitioning": "Leave it out: programs are always partitioned as "
-        "one (SPMD).",
-        "steps_per_run": _STEPS,
-        **_RESOLVER,
-        **_TPU_CONFIG,
-    },
-    "RunOptions": _RUN_OPTIONS,
-    "ReplicaContext.all_reduce": {"options": _COLLECTIVES, "experimental_hints": _COLLECTIVES},
-    "ReplicaContext.all_gather": {"options": _COLLECTIVES, "experimental_hints": _COLLECTIVES},
-    "DistributedInput.distribute_datasets_from_function": {"options": _DATASET_OPTIONS},
-    "DeviceAssignment.build": {
-        "computation_stride": "Leave it out: blocks are contiguous, as the torus rewards; another "
-        "order is DeviceAssignment.from_order(order, topology).",
-        "device_order_mode": "Leave it out: replicas are numbered along the torus.",
-    },
-    "DeviceAssignment": {
-        "core_assignment": "Write DeviceAssignment.from_order(core_assignment, topology).",
-    },
-    "DeviceAssignment.tpu_device": {"job": "Leave it out: it gives the jax.Device."},
-    "Topology": dict.fromkeys(
-        ("serialized", "mesh_shape", "device_coordinates"),
-        'Write Topology.parse("v5e:4x4"), or Topology.attached().',
-    ),
-    "Checkpoint": _RUN_CONFIG,
-    "InputOptions": _INPUT_OPTIONS,
-    "TPUClusterResolver": _RESOLVER,
-    "TPUConfig": _TPU_CONFIG,
-    "RunConfig": _RUN_CONFIG,
-    "TPUEstimatorSpec": {
-        **dict.fromkeys(("mode", "predictions", "export_outputs"), _OUTPUTS),
-        "loss": "Write model.compile(loss=...), or layer.add_loss.",
-        "train_op": "Write model.compile(optimizer=...).",
-        "eval_metrics": "Write model.compile(metrics=[...]); for a function of all predictions "
-        "ktd.callbacks.HostMetrics.",
-        "host_call": "Write a callback: keras.callbacks.LambdaCallback(on_train_batch_end=...).",
-        "scaffold_fn": "Write model.load_weights(path).",
-        **dict.fromkeys(
-            ("training_hooks", "evaluation_hooks", "prediction_hooks"),
-            "Write callbacks= of fit, evaluate or predict.",
-        ),
-    },
-    "TPUEstimator": {
-        "model_fn": f"Write the model's call. {_COMPILE}",
-        "model_dir": _SAVE,
-        "config": "Write what stands in it; ktd.RunConfig(...) says what to write for each.",
-        "params": "Write batch_size= of fit; other values are arguments of your own.",
-        "use_tpu": "Leave it out; JAX_PLATFORMS=cpu, or ktd.simulate(8), runs without a TPU.",
-        **dict.fromkeys(("train_batch_size", "eval_batch_size", "predict_batch_size"), _BATCH_SIZE),
-        "batch_axis": "Write TPUStrategy(batch_axis=...).",
-        "eval_on_tpu": "Write model.evaluate under a TPUStrategy of CPU devices.",
-        **dict.fromkeys(("export_to_tpu", "export_to_cpu"), _EXPORT),
-        "export_saved_model_api_version": _EXPORT,
-        "warm_start_from": "Write model.load_weights(path).",
-        "embedding_config_spec": "Leave it out: tables for SparseCore are in KerasRS.",
-    },
-}
+
+@functools.cache
+def answers() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """`tensorflow_names.toml`, read when a name is first asked for.
+
+    Returns:
+        For `"attributes"` and `"arguments"`: from an owner to its names and what to write instead.
+    """
+    kinds = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    return {
+        kind: {
+            owner: {name: text for names, text in entries.items() for name in names.split()}
+            for owner, entries in owners.items()
+        }
+        for kind, owners in kinds.items()
+    }
 
 
 def of_attribute(owner: str, name: str) -> str | None:
@@ -315,7 +35,16 @@ def of_attribute(owner: str, name: str) -> str | None:
         owner: The class, or the name in TensorFlow that has the attribute.
         name: The attribute.
     """
-    return ATTRIBUTES.get(owner, {}).get(name)
+    return answers()["attributes"].get(owner, {}).get(name)
+
+
+def arguments_of(function: str) -> Mapping[str, str]:
+    """TensorFlow's arguments of a callable, and what to write instead of each.
+
+    Args:
+        function: The callable, as Python writes its name.
+    """
+    return answers()["arguments"].get(function, {})
 
 
 def of_argument(function: str, name: str) -> str | None:
@@ -325,7 +54,7 @@ def of_argument(function: str, name: str) -> str | None:
         function: The callable, as Python writes its name.
         name: The argument.
     """
-    return ARGUMENTS.get(function, {}).get(name)
+    return arguments_of(function).get(name)
 
 
 def of_value(value: Any) -> str | None:
@@ -419,7 +148,7 @@ def absent(name: str, instead: str) -> Absent:
     Raises:
         AttributeError: If it has neither.
     """
-    if name in ATTRIBUTES or name.rpartition(".")[2] in ARGUMENTS:
+    if name in answers()["attributes"] or arguments_of(name.rpartition(".")[2]):
         return Absent(name, instead)
     raise AttributeError(sentence_of(name, instead))
 
