@@ -128,8 +128,8 @@ def in_replicas(do: Callable) -> Any:
     return strategy().run(lambda: do(ktd.get_replica_context()))
 
 
-def loop_checkpoint(local: str | None = None) -> ktd.LoopCheckpoint:
-    return ktd.LoopCheckpoint(tempfile.mkdtemp(), made(), local=local)
+def loop_checkpoint() -> ktd.LoopCheckpoint:
+    return ktd.LoopCheckpoint(tempfile.mkdtemp(), made())
 
 
 DIRECTORY: list[str] = []  # of one checkpoint; the test makes it
@@ -186,15 +186,10 @@ ROWS: dict[str, Row] = {
     "LoopCheckpoint": Row(
         lambda directory, **k: ktd.LoopCheckpoint(directory, made(), **k).close(),
         lambda: {"directory": directory()},
-        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG, "local": PATH[1:]},
+        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG},
     ),
     "LoopCheckpoint.save": Row(
         lambda **k: loop_checkpoint().save(**k), lambda: {"step": 1}, {"step": INDEX}
-    ),
-    "LoopCheckpoint.save_local": Row(
-        lambda **k: loop_checkpoint(tempfile.mkdtemp()).save_local(**k),
-        lambda: {"step": 1},
-        {"step": INDEX},
     ),
     "LoopCheckpoint.restore": Row(
         lambda **k: loop_checkpoint().restore(**k), dict, {"step": INDEX[1:]}
@@ -436,8 +431,6 @@ ROWS: dict[str, Row] = {
             "overwrite": FLAG,
             "grace_s": SECONDS,
             "keep_every_hours": SECONDS_OR_NONE,
-            "local": PATH[1:],
-            "local_every_steps": COUNT_OR_NONE,
         },
     ),
     "BackupAndRestore": Row(

@@ -8,8 +8,8 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
-from keras_tpu_dist.callbacks.fit_checkpoints import Fit, FitCheckpoints
-from keras_tpu_dist.checkpoint.store import Store, folder
+from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
+from keras_tpu_dist.checkpoint.store import Store, folder, new_run
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message
@@ -57,10 +57,6 @@ class Checkpoint(keras.callbacks.Callback):
             first wait for the checkpoint too; a later one ends the process at once, without saving.
         keep_every_hours: In addition, keep one checkpoint for every so many hours: the first one,
             and then every one that is this much newer than the last of them.
-        local: A directory of this run on each host's own disk, for checkpoints beside those in
-            `directory` that are written faster and more often. A fit resumes from the newest one
-            of which its processes can read all parts together, otherwise from `directory`.
-        local_every_steps: Train steps between two of them; needs a `TPUStrategy`.
 
     Raises:
         ValueError: If an argument has the wrong type or value; in `fit`, if the directory has
@@ -99,8 +95,6 @@ class Checkpoint(keras.callbacks.Callback):
         overwrite: bool = False,
         grace_s: float = GRACE_S,
         keep_every_hours: float | None = None,
-        local: str | os.PathLike | None = None,
-        local_every_steps: int | None = None,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
@@ -117,8 +111,6 @@ class Checkpoint(keras.callbacks.Callback):
             overwrite=overwrite,
             grace_s=grace_s,
             keep_every_hours=keep_every_hours,
-            local=local,
-            local_every_steps=local_every_steps,
         )
         self.directory = self._options.path
         # The running fit, from its start to its end.
@@ -197,11 +189,11 @@ class Checkpoint(keras.callbacks.Callback):
         there = self._found(own)
         if there and not self._options.resume:
             own.take_place_of_others()
-        own.name_run()
+        own.run = new_run(FIX)
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
         leader = next((each for each in self._all if each.has_loaded), None)
-        newer = leader is None or (there and own.newest > leader.newest)
+        newer = leader is None or (there and own.store.newest > leader.store.newest)
         if there and self._options.resume and newer:
             leader = own
             own.go_on()

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.checkpoint.tiers import is_on_this_host
 from keras_tpu_dist.common.checks import check_flags, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.preemption import GRACE_S
@@ -31,8 +30,6 @@ class CheckpointOptions:
     overwrite: bool = False
     grace_s: float = GRACE_S
     keep_every_hours: float | None = None
-    local: Any = None
-    local_every_steps: int | None = None
 
     def __post_init__(self):
         _check_intervals(self)
@@ -46,7 +43,6 @@ class CheckpointOptions:
         _check_hours(self.keep_every_hours)
         check_seconds("Checkpoint", grace_s=self.grace_s)
         _check_directory(self.directory)
-        _check_local(self.local, self.local_every_steps)
 
     @property
     def path(self) -> str:
@@ -137,21 +133,6 @@ def _check_directory(directory: Any) -> None:
                 "Checkpoint needs a directory.",
                 received={"directory": directory},
                 fix='Write for example Checkpoint("checkpoints", every_steps=500).',
-            )
-        )
-
-
-def _check_local(local: Any, every_steps: Any) -> None:
-    if local is None and every_steps is None:
-        return
-    if not is_on_this_host(local) or not is_count(every_steps, 1):
-        raise ValueError(
-            message(
-                "local is a directory on the host's own disk, and local_every_steps a number of "
-                "steps of at least 1; both are given or neither.",
-                received={"local": local, "local_every_steps": every_steps},
-                fix='Write for example Checkpoint(directory, every_steps=1000, local="/ssd/run7", '
-                "local_every_steps=50).",
             )
         )
 

@@ -23,13 +23,10 @@ from keras_tpu_dist.callbacks.states import (
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.compiled import compiled_of, has_trained
-from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, Manifest
-from keras_tpu_dist.checkpoint.restore import load, load_newest
-from keras_tpu_dist.checkpoint.restored import Restored
+from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
-from keras_tpu_dist.checkpoint.store import Store
-from keras_tpu_dist.checkpoint.tiers import Tiers, finish, logged
+from keras_tpu_dist.checkpoint.store import Store, finish, logged
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import (
@@ -107,14 +104,12 @@ class Due:
     Attributes:
         options: The options of the `Checkpoint`.
         steps: Train steps since the last checkpoint.
-        local_steps: Train steps since the last checkpoint on the hosts' own disks.
         launches: Launches of the fit.
         saved_at_s: When the last checkpoint was saved, or the fit started.
     """
 
     options: CheckpointOptions
     steps: int = 0
-    local_steps: int = 0
     launches: int = 0
     saved_at_s: float = field(default_factory=time.monotonic)
 
@@ -125,17 +120,11 @@ class Due:
             steps: Its train steps.
         """
         self.steps += steps
-        self.local_steps += steps
         self.launches += 1
 
     def saved(self) -> None:
         """Notes that a checkpoint is being saved."""
         self.steps, self.saved_at_s = 0, time.monotonic()
-
-    def locally(self) -> bool:
-        """Whether one on the hosts' own disks is due after the launch."""
-        every_steps = self.options.local_every_steps
-        return every_steps is not None and self.local_steps >= every_steps
 
     def within_epoch(self) -> bool:
         """Whether a checkpoint is due after this launch, the same in all processes."""
@@ -189,7 +178,8 @@ class FitCheckpoints:
         preemption: Notices SIGTERM.
 
     Attributes:
-        tiers: Where it saves.
+        store: The directory of checkpoints.
+        run: The name of the run, or `""` before it has one.
         place: The current position of training.
         due: When the next checkpoint is due.
         resumed: The state that the fit resumes from, until its first epoch has started.
@@ -207,20 +197,19 @@ class FitCheckpoints:
             "save every_epochs=1",
             every_steps=options.every_steps,
             every_minutes=options.every_minutes,
-            local_every_steps=options.local_every_steps,
         )
         _check_processes(fit.trainer)
         self.options, self.fit, self.preemption = options, fit, preemption
         # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
         asynchronous = options.asynchronous and _keras.failure_is_seen()
-        store = Store(
+        self.store = Store(
             options.path,
             keep=options.keep,
             best=options.best,
             every_s=options.seconds_kept,
             asynchronous=asynchronous,
         )
-        self.tiers = Tiers(store, options.local, asynchronous, FIX)
+        self.run = ""
         self.place = TrainingPlace()
         self.due = Due(options)
         self.resumed: Resumed | None = None
@@ -256,7 +245,7 @@ class FitCheckpoints:
         directory = self.options.path
         # The first process may still be deleting checkpoints of the previous fit.
         agree(f"opening {directory}", FIX, None)
-        steps = self.tiers.store.steps
+        steps = self.store.steps
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
         # Each process orders them by what it reads.
         if any(sorted(each) != sorted(of_all[0]) for each in of_all):
@@ -268,13 +257,7 @@ class FitCheckpoints:
                     fix="Give a directory on storage that all processes share.",
                 )
             )
-        self.tiers.look_for_local()
-        return bool(steps or self.tiers.found_locally)
-
-    @property
-    def newest(self) -> tuple[float, int]:
-        """When the newest checkpoint that was found was written, and its step."""
-        return max([self.tiers.store.newest, *self.tiers.found_locally])
+        return bool(steps)
 
     def take_place_of_others(self) -> None:
         """Lets the first checkpoint of this run replace the existing ones.
@@ -283,43 +266,26 @@ class FitCheckpoints:
             ValueError: If there are checkpoints and `overwrite` is not set.
         """
         if not self.options.overwrite:
-            steps = [*self.tiers.store.steps, *(step for _, step in self.tiers.found_locally)]
             raise ValueError(
                 message(
                     "A directory holds the checkpoints of one run.",
                     received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                    f"steps {steps}.",
+                    f"steps {self.store.steps}.",
                     fix="Give this run its own directory, leave resume=False out to resume, or "
                     "write overwrite=True: old checkpoints are deleted once this run has saved.",
                 )
             )
-        self.tiers.store.replace_runs()
-
-    def name_run(self) -> None:
-        """Names the run, the same in all processes; a resumed run keeps its name."""
-        self.tiers.name_run()
-
-    def _loaded(self) -> tuple[Restored, Manifest, Store | LocalTier]:
-        """Loads the newest checkpoint; where it was."""
-        trainer, tiers = self.fit.trainer, self.tiers
-
-        def load_local(tier: LocalTier, step: int) -> tuple[Restored, Manifest, LocalTier]:
-            return *load(trainer, tier, step, True, (), (), OF_FIT), tier
-
-        found = tiers.load_local(load_local)
-        return found or (*load_newest(trainer, tiers.store, needs=OF_FIT), tiers.store)
+        self.store.replace_runs()
 
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""
         fit, place = self.fit, self.place
         trained = has_trained(fit.trainer.optimizer)
-        report, manifest, store = self._loaded()
+        report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
         training = manifest.training
         if trained and "compiled" in training:
             self._compiled = replace(self._compiled, rate=training["compiled"]["rate"])
-        place.step = training["step"]
-        # What lies on the hosts' own disks alone is still to be saved.
-        place.saved_step = place.step if store is self.tiers.store else None
+        place.step = place.saved_step = training["step"]
         # If a callback stopped training, nothing is left to do.
         reached = training.get("reached")
         stopped = (training["stopped"] and not training["done"]) or reached is not None
@@ -336,7 +302,7 @@ class FitCheckpoints:
             _keras.begin_at_epoch(fit.trainer, fit.epochs)
         resumed.manifest = manifest
         saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
-        values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
+        values = self.store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
         resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
         resumed.position = position
@@ -344,10 +310,10 @@ class FitCheckpoints:
             shuffle_from(position, place.epoch)
         if fit.control is not None:
             fit.control.begin_at = resumed.position
-        self.tiers.run = training.get("run", self.tiers.run)
+        self.run = training.get("run", self.run)
         if resumed.epoch < fit.epochs:
-            logged(self.tiers.store.go_on)
-        self._log(manifest, resumed, store.directory)
+            logged(self.store.go_on)
+        self._log(manifest, resumed)
 
     def begin_after(self, epoch: int, done: int) -> Resumed:
         """Lets the fit start where training stopped.
@@ -376,7 +342,7 @@ class FitCheckpoints:
         """
         place, theirs = self.place, leader.place
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
-        self.tiers.run = leader.tiers.run
+        self.run = leader.run
         self.resumed = Resumed(theirs.epoch)
 
     def put_back(self, *, log: bool) -> None:
@@ -449,27 +415,17 @@ class FitCheckpoints:
         # If a callback stops training here, `save_end` saves, which also records that it stopped.
         if ends:
             self.save_last()
-        elif not fit.trainer.stop_training:
-            shared, local = self.due.within_epoch(), self.due.locally()
-            if shared or local:
-                self.save_place(shared=shared, local=local)
+        elif not fit.trainer.stop_training and self.due.within_epoch():
+            self.save_place()
 
     def save_last(self) -> None:
-        """Saves the position after the last launch on all tiers, and waits."""
-        # A local checkpoint that is still being written would be in the way.
-        self.tiers.wait_locally()
-        self.save_place(shared=True, local=True)
+        """Saves the position after the last launch, and waits."""
+        self.save_place()
         self.wait()
 
-    def save_place(self, *, shared: bool, local: bool) -> None:
-        """Saves the position after the last launch.
-
-        Args:
-            shared: Whether to save in the directory that all hosts see.
-            local: Whether to save on the hosts' own disks, if they are used.
-        """
-        place = self.place
-        self.save(place.epoch, place.done, place.standing, shared=shared, local=local)
+    def save_place(self) -> None:
+        """Saves the position after the last launch."""
+        self.save(self.place.epoch, self.place.done, self.place.standing)
 
     def before_train_end(self) -> None:
         """Notes the current state, if a later run resumes from there.
@@ -498,9 +454,6 @@ class FitCheckpoints:
         done: int,
         standing: Standing | None = None,
         reached: int | None = None,
-        *,
-        shared: bool = True,
-        local: bool = False,
     ) -> None:
         """Saves a checkpoint, unless this step has one.
 
@@ -509,48 +462,31 @@ class FitCheckpoints:
             done: How many batches of it are done.
             standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
-            shared: Whether for all hosts.
-            local: Whether on the hosts' own disks, if they are used.
         """
         place = self.place
         metrics = {} if done and reached is None else self._monitored()
-        if shared and place.saved_step == place.step:
+        if place.saved_step == place.step:
             # A run that resumes from the step before the epoch's end repeats that end.
             if metrics:
-                logged(lambda: self.tiers.store.judge(place.step, metrics))
-            shared = False
-        tier = self.tiers.local if local else None
-        if tier is not None and tier.saved_step == place.step:
-            tier = None
-        if not shared and tier is None:
+                logged(lambda: self.store.judge(place.step, metrics))
             return
         model = self.fit.trainer
         self._sync()
-        if shared:
-            self.due.saved()
-        if tier is not None:
-            self.due.local_steps = 0
+        self.due.saved()
         standing_now = standing or standing_of(model, self.fit.callbacks)
         training = self._described(epoch, done, standing_now) | {
             "reached": reached,
             "metrics": metrics,
         }
-        if tier is not None and tier.is_busy:
-            logger.info("no local checkpoint %d: the one before is being written", place.step)
-            tier = None
         if done and reached is not None:
             training["history_at_end"] = history_of(model.history)
         if self._plain_attributes is not None:
             say_what_is_not_saved(self.fit.callbacks, self._plain_attributes)
             self._plain_attributes = None
-        if shared or tier is not None:
-            with standing_now.in_variables():
-                arrays, manifest = snapshot(model, training, standing_now.arrays)
-            if tier is not None:
-                self.tiers.save_locally(place.step, arrays, manifest)
-            store = self.tiers.store
-            if shared and logged(lambda: store.save(place.step, arrays, manifest)):
-                place.saved_step = place.step
+        with standing_now.in_variables():
+            arrays, manifest = snapshot(model, training, standing_now.arrays)
+        if logged(lambda: self.store.save(place.step, arrays, manifest)):
+            place.saved_step = place.step
 
     def _sync(self) -> None:
         if self.fit.control is None:
@@ -561,7 +497,7 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def wait(self) -> None:
         """Waits for the newest checkpoint."""
-        finish(self.tiers.wait)
+        finish(self.store.wait)
 
     def after_train_begin(self) -> None:
         """Restores the callbacks' state: all of them have started, which reset them."""
@@ -587,7 +523,7 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def close(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
-        finish(lambda: self.tiers.close(run_has_ended=self.has_ended))
+        finish(lambda: self.store.close(run_has_ended=self.has_ended))
 
     def _described(self, epoch: int, done: int, standing: Standing) -> dict[str, Any]:
         """The contents of a checkpoint besides arrays."""
@@ -595,20 +531,18 @@ class FitCheckpoints:
         position = position_between_epochs() if control is None else control.input_position(done)
         what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
         own = None if position is None else position.to_dict()
-        told = agree(what, FIX, [own, self.tiers.standing], [(None, DictOf(ANYTHING)), str])
-        self.tiers.hear([standing for _, standing in told])
         return {
             "epoch": epoch,
             "done": done,
             "step": place.step,
-            "positions": [each for each, _ in told],
+            "positions": agree(what, FIX, own, (None, DictOf(ANYTHING))),
             "stopped": standing.stopped,
             "callbacks": standing.states,
             "history": standing.history,
             "global_seed": standing.global_seed,
             "swapped": standing.swapped,
             "compiled": self._compiled.to_dict(),
-            "run": self.tiers.run,
+            "run": self.run,
         }
 
     def _monitored(self) -> dict[str, float]:
@@ -620,8 +554,8 @@ class FitCheckpoints:
         value = worth(*best, place.logs, may_lack=not validated)
         return {} if value is None else {best[0]: value}
 
-    def _log(self, manifest: Manifest, resumed: Resumed, directory: str) -> None:
-        place = self.place
+    def _log(self, manifest: Manifest, resumed: Resumed) -> None:
+        place, directory = self.place, self.store.directory
         who = (manifest.written.get("model"), manifest.written.get("at"), place.step)
         if resumed.epoch < self.fit.epochs:
             logger.warning(

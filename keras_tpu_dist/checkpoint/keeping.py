@@ -38,9 +38,6 @@ _REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
 ASIDE = "set_aside"
 _A_RUN = re.compile(r"[0-9A-Za-z_-]{1,100}")
 _LOCK = ".in_use"
-# The file with the id of the run, whose checkpoints may be on the hosts' own disks.
-_RUN = "run_id"
-_MOST_OF_A_RUN = 100
 
 
 @dataclass(frozen=True)
@@ -354,7 +351,7 @@ def set_aside(path: Any, step: int, run: str | None) -> None:
         path.rename(to)
 
 
-def settle(root: Any, run_of: Callable[[Any], str | None] = lambda path: None) -> None:
+def settle(root: Any, run_of: Callable[[Any], str | None]) -> None:
     """Cleans up after a killed process.
 
     Partial directories are deleted; a checkpoint that was about to be replaced gets its name back
@@ -385,7 +382,6 @@ def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
         root: The directory of checkpoints.
         steps: Their steps.
     """
-    (root / _RUN).unlink(missing_ok=True)
     aside = root / _OTHER_RUNS
     aside.mkdir(exist_ok=True)
     for step in steps:
@@ -400,31 +396,6 @@ def drop_other_runs(root: Any) -> None:
     """
     if (root / _OTHER_RUNS).exists():
         remove(root / _OTHER_RUNS)
-
-
-def note_run(root: Any, run: str) -> None:
-    """Notes the run's name in the directory, before it has a checkpoint.
-
-    Args:
-        root: The directory of checkpoints.
-        run: The run's name.
-    """
-    if noted_run(root) != run:
-        half = root / f"{_RUN}.half"
-        half.write_text(run)
-        half.replace(root / _RUN)
-
-
-def noted_run(root: Any) -> str | None:
-    """The run's name from `note_run`, or `None`.
-
-    Args:
-        root: The directory of checkpoints.
-    """
-    file = root / _RUN
-    if not file.exists() or file.stat().length > _MOST_OF_A_RUN:
-        return None
-    return file.read_bytes().decode(errors="replace")
 
 
 class Lock:

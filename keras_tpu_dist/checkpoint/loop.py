@@ -22,7 +22,6 @@ from keras_tpu_dist.checkpoint.compiled import (
     has_trained,
     is_saved,
 )
-from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -40,9 +39,8 @@ from keras_tpu_dist.checkpoint.names import (
 )
 from keras_tpu_dist.checkpoint.restore import agreed_manifest, agreed_steps, assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
-from keras_tpu_dist.checkpoint.store import Store
-from keras_tpu_dist.checkpoint.tiers import Tiers, finish, is_on_this_host
-from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path
+from keras_tpu_dist.checkpoint.store import Store, finish, new_run
+from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
@@ -54,7 +52,6 @@ logger = logging.getLogger("keras_tpu_dist")
 
 _FIX = "Use the same LoopCheckpoint in all processes."
 _WHERE = 'Write for example ktd.LoopCheckpoint("run7", model, optimizer, dataset).'
-_WITH_LOCAL = f'{_WHERE[:-2]}, local="/ssd/run7").'
 _Plain = (bool, int, float, str)
 # Those of this process that are not closed, by directory.
 _open: weakref.WeakValueDictionary[str, "LoopCheckpoint"] = weakref.WeakValueDictionary()
@@ -102,8 +99,6 @@ class LoopCheckpoint:
         keep: How many of the newest checkpoints to keep; `None` for all.
         asynchronous: Whether the loop continues while a checkpoint is written. If so, use it in a
             `with` block, whose end waits for the last one.
-        local: A directory for this loop on every host's own disk. `save_local` writes there; it is
-            faster than `save`, so you can call it more often.
 
     Raises:
         ValueError: If an argument has the wrong type or value.
@@ -129,37 +124,29 @@ class LoopCheckpoint:
     {'step': 2} 2 120.0
     """
 
+    @known_words
     def __init__(
         self,
         directory: str | os.PathLike,
         *objects: Any,
         keep: int | None = 3,
         asynchronous: bool = False,
-        local: str | os.PathLike | None = None,
     ):
         path = checked_path("LoopCheckpoint", _WHERE, directory=directory)
         if keep is not None:
             check_counts("LoopCheckpoint", keep=keep)
         check_flags("LoopCheckpoint", asynchronous=asynchronous)
-        if local is not None and not is_on_this_host(local):
-            raise ValueError(
-                message(
-                    "local of LoopCheckpoint is a directory on the host's own disk.",
-                    received={"local": local},
-                    fix=_WITH_LOCAL,
-                )
-            )
         self._parts = _Parts(objects)
         self._turn, self._is_closed, self._is_entered = threading.RLock(), "", False
-        place = os.path.realpath(path) if is_on_this_host(path) else path
+        place = path if "://" in path else os.path.realpath(path)
         before = _open.get(place)
         if before is not None and not before._is_entered:
             before._give_way()
         self._store = Store(path, keep=keep, asynchronous=asynchronous)
-        self._tiers = Tiers(self._store, local, asynchronous, _FIX)
+        self._run = ""  # its name, once it has one
         # If it is deleted without `close`, the last checkpoint is still written, and the next one
         # of this process can use the directory.
-        self._end = weakref.finalize(self, _end, self._tiers)
+        self._end = weakref.finalize(self, _end, self._store)
         self._end.atexit = False
         self._preemption: Preemption | None = None
         _open[place] = self
@@ -198,45 +185,7 @@ class LoopCheckpoint:
                 text.
             CheckpointError: If it could not be written; if `asynchronous`, from the next call.
         """
-        saved = self._snapshot("LoopCheckpoint.save", step, numbers)
-        self._store.save(int(step), *saved)
-
-    @_while_open
-    def save_local(self, step: int, **numbers: bool | int | float | str) -> None:
-        """Saves the current state of everything on the hosts' own disks, in the directory `local`.
-
-        Every process writes the parts on its own devices, which is faster than `save`. `restore`
-        loads the newest checkpoint for which the processes can read all parts together, otherwise
-        that of the last `save`. If a disk is full, an error is logged, and the loop continues. If
-        `asynchronous` and a process is still writing the previous checkpoint, this one is skipped.
-
-        Args:
-            step: The number of steps so far.
-            **numbers: See `save`.
-
-        Raises:
-            ValueError: Without `local`; or as in `save`.
-        """
-        where = "LoopCheckpoint.save_local"
-        if self._tiers.local is None:
-            raise ValueError(
-                message(
-                    f"{where} needs a directory on each host's own disk.",
-                    received={"local": None},
-                    fix=_WITH_LOCAL,
-                )
-            )
-        saved = self._snapshot(where, step, numbers)
-        if self._tiers.local.is_busy:
-            logger.info("no local checkpoint %d: the one before is being written", step)
-        else:
-            self._tiers.save_locally(int(step), *saved)
-
-    def _snapshot(
-        self, where: str, step: int, numbers: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
-        """The current state of everything, for a checkpoint."""
-        check_counts(where, 0, step=step)
+        check_counts("LoopCheckpoint.save", 0, step=step)
         wrong = {name: value for name, value in numbers.items() if not isinstance(value, _Plain)}
         if wrong:
             raise ValueError(
@@ -247,21 +196,20 @@ class LoopCheckpoint:
                     "to LoopCheckpoint.",
                 )
             )
-        if not self._tiers.run:
-            self._tiers.name_run()
-        own = [self._parts.positions(), self._tiers.standing]
-        answers = agree(f"{where} of step {step}", _FIX, own, [ANYTHING, str])
-        self._tiers.hear([standing for _, standing in answers])
+        self._run = self._run or new_run(_FIX)
+        positions = self._parts.positions()
+        positions_of_all = agree(f"LoopCheckpoint.save of step {step}", _FIX, positions, ANYTHING)
         training = {
             "step": int(step),
             "loop": dict(numbers),
-            "loop_positions": [positions for positions, _ in answers],
+            "loop_positions": positions_of_all,
             "loop_compiled": [compiled.to_dict() for compiled in self._parts.compiled],
             "global_seed": _keras.global_seed(),
-            "run": self._tiers.run,
+            "run": self._run,
             "objects": self._parts.counts(),
         }
-        return snapshot(self._parts, training, {}, _Parts.state, self._parts.objects)
+        saved = snapshot(self._parts, training, {}, _Parts.state, self._parts.objects)
+        self._store.save(int(step), *saved)
 
     @_while_open
     def restore(self, step: int | None = None) -> dict[str, Any]:
@@ -284,19 +232,16 @@ class LoopCheckpoint:
         """
         if step is not None:
             check_counts("LoopCheckpoint.restore", 0, step=step)
-        finish(self._tiers.wait)
+        finish(self._store.wait)
         steps = agreed_steps(self._store, step)
         if step is not None:
-            noted = self._load(self._store, step)
-            self._tiers.return_to(step)
-            return noted
-        self._tiers.look_for_local()
-        if noted := self._tiers.load_local(self._load):
+            noted = self._load(step)
+            self._store.set_later_aside(step)
             return noted
         errors = []
         for each in reversed(steps):
             try:
-                return self._load(self._store, each)
+                return self._load(each)
             except CheckpointError as error:
                 errors.append(str(error))
                 logger.warning("%s Trying the previous checkpoint.", error)
@@ -304,9 +249,10 @@ class LoopCheckpoint:
             raise CheckpointError(" ".join(errors))
         return {}
 
-    def _load(self, tier: Store | LocalTier, step: int) -> dict[str, Any]:
-        manifest = agreed_manifest(tier, step)
-        numbers, positions = _noted(manifest, step, tier.directory)
+    def _load(self, step: int) -> dict[str, Any]:
+        store = self._store
+        manifest = agreed_manifest(store, step)
+        numbers, positions = _noted(manifest, step, store.directory)
         places = []
         for i, _ in enumerate(self._parts.datasets):
             here = [own[i] if i < len(own) else None for own in positions]
@@ -317,20 +263,20 @@ class LoopCheckpoint:
             self._parts.build_optimizer()
         chosen, among = self._parts.chosen(manifest, step)
         before = [has_trained(optimizer) for optimizer in self._parts.optimizers]
-        assign_saved(tier, step, chosen)
+        assign_saved(store, step, chosen)
         self._parts.follow_compiled(before, manifest.training.get("loop_compiled"))
         load_beside(
             self._parts.models,
             manifest,
-            lambda wanted: tier.load(step, wanted),
+            lambda wanted: store.load(step, wanted),
             [variable for _, variable in chosen],
-            f"checkpoint {step} of {tier.directory!r}",
+            f"checkpoint {step} of {store.directory!r}",
             among=among,
         )
         _keras.set_global_seed(manifest.training.get("global_seed"))
         for dataset, place in zip(self._parts.datasets, places, strict=True):
             dataset.begin_at(place)
-        self._tiers.run = manifest.run or ""
+        self._run = manifest.run or ""
         return {"step": step, **numbers}
 
     def close(self) -> None:
@@ -348,7 +294,7 @@ class LoopCheckpoint:
         self._is_closed = self._is_closed or why
         self._end.detach()
         try:
-            self._tiers.close()
+            self._store.close()
         finally:
             if self._preemption is not None:
                 self._preemption.stop()
@@ -373,10 +319,10 @@ class LoopCheckpoint:
         self.close()
 
 
-def _end(tiers: Tiers) -> None:
+def _end(store: Store) -> None:
     # The collector may run in any thread; the one that writes cannot wait for itself.
-    if not tiers.store.is_written_here:
-        finish(tiers.close)
+    if not store.is_written_here:
+        finish(store.close)
 
 
 def _stop(preemption: Preemption) -> None:

@@ -77,8 +77,6 @@ class Manifest:
             (what layers keep beside their variables), `"extra"`.
         training: The state of training: epoch, batches, history, callbacks, random numbers.
         written: The versions and the mesh of the program that wrote it.
-        parts: If every host wrote its own checkpoint, the parts of the arrays in this one. See
-            `keras_tpu_dist.checkpoint.parts`.
         automatic: The names in paths that Keras gave; `None` if unknown. See
             `keras_tpu_dist.checkpoint.names.automatic_names`.
     """
@@ -86,7 +84,6 @@ class Manifest:
     arrays: dict[str, tuple[Saved, ...]]
     training: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
-    parts: dict[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -97,8 +94,6 @@ class Manifest:
             "training": self.training,
             "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
         }
-        if self.parts:
-            content["parts"] = self.parts
         if self.automatic is not None:
             content["automatic"] = sorted(self.automatic)
         return {"crc32": _crc32(content), **content}
@@ -179,7 +174,7 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
         )
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
     automatic = frozenset(data["automatic"]) if "automatic" in data else None
-    return Manifest(arrays, data["training"], data["written"], data.get("parts", {}), automatic)
+    return Manifest(arrays, data["training"], data["written"], automatic)
 
 
 def _check_version(data: Mapping, where: str) -> None:
@@ -257,7 +252,6 @@ def _check(data: Mapping) -> None:
         _expect(isinstance(rows, list), f"arrays.{kind}", rows)
         for row in rows:
             _check_row(row)
-    _expect(isinstance(data.get("parts", {}), dict), "parts", data.get("parts"))
     automatic = data.get("automatic", [])
     _expect(isinstance(automatic, list) and all(map(_is_name, automatic)), "automatic", automatic)
     written = data["written"]

@@ -29,7 +29,6 @@ from keras_tpu_dist.checkpoint.keras_files import (
     is_file_of_keras,
     load_file,
 )
-from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -184,7 +183,7 @@ def agreed_steps(store: Store | KerasDirectory, step: int | None = None) -> list
     )
 
 
-def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Manifest:
+def agreed_manifest(store: Store | KerasDirectory, step: int) -> Manifest:
     """The manifest of a step's checkpoint, the same in all processes.
 
     Args:
@@ -195,8 +194,6 @@ def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Man
         CheckpointError: In all processes, if one cannot read it.
         ValueError: If they read different ones.
     """
-    if isinstance(store, LocalTier):
-        return store.manifest(step)
     what = f"reading the manifest of checkpoint {step} of {store.directory}"
     return in_all(
         what,
@@ -208,7 +205,7 @@ def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Man
 
 def load(
     model: Any,
-    store: Store | KerasDirectory | LocalTier,
+    store: Store | KerasDirectory,
     step: int,
     strict: bool,
     exclude: tuple[str, ...],
@@ -293,9 +290,7 @@ def _log_renamed(model: Any, weights: Matching) -> None:
         )
 
 
-def assign_saved(
-    store: Store | KerasDirectory | LocalTier, step: int, chosen: list[tuple[Saved, Any]]
-) -> None:
+def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
     """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
 
     Args:
@@ -389,7 +384,7 @@ def _weights_of(
 
 
 def _one_of_several(
-    store: Store | KerasDirectory | LocalTier, step: int, model: Any, manifest: Manifest
+    store: Store | KerasDirectory, step: int, model: Any, manifest: Manifest
 ) -> str:
     names = [name for name, _ in manifest.objects(WEIGHTS)]
     return message(
@@ -479,9 +474,7 @@ def _is_old_loop(manifest: Manifest) -> bool:
     return "loop" in manifest.training and not manifest.objects(WEIGHTS)
 
 
-def _misfit(
-    store: Store | KerasDirectory | LocalTier, step: int, weights: Matching, of_loop: bool
-) -> str:
+def _misfit(store: Store | KerasDirectory, step: int, weights: Matching, of_loop: bool) -> str:
     parts = [
         *unmatched_text(weights.missing, weights.unexpected),
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),

@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,8 +29,6 @@ from keras_tpu_dist.checkpoint.keeping import (
     note_ended,
     note_goes_on,
     note_metrics,
-    note_run,
-    noted_run,
     of_other_runs,
     remove,
     replace_later,
@@ -117,7 +116,6 @@ class Store:
         self._failed: BaseException | None = None
         # With what tells whether the manifest was written again.
         self._looked_at: dict[int, tuple[Any, Known]] = {}
-        self._noted: str | None = None
         self._barriers = None if read_only else barriers_of(self.directory)
         if not read_only and self._is_first:
             with checkpoint_errors(self.directory, "opened"):
@@ -406,26 +404,6 @@ class Store:
             with checkpoint_errors(self.directory, "written"):
                 set_runs_aside(self._root, self.steps)
 
-    def note_run(self, run: str) -> None:
-        """Notes the name of the run in the directory, before it has a checkpoint.
-
-        Args:
-            run: The run's name.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
-        if self._is_first and self._noted != run:
-            with checkpoint_errors(self.directory, "written"):
-                note_run(self._root, run)
-            self._noted = run
-
-    @property
-    def noted_run(self) -> str | None:
-        """The run's name from `note_run`, or `None`."""
-        with checkpoint_errors(self.directory, "read"):
-            return noted_run(self._root)
-
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step's checkpoint.
 
@@ -627,6 +605,44 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
                 fix=_OTHER if what == "read" else _LOOK,
             )
         ) from error
+
+
+def new_run(fix: str) -> str:
+    """A name for a run, the same in all processes.
+
+    Args:
+        fix: The fix for the error if the processes do not do the same.
+    """
+    return agree("naming the run", fix, uuid.uuid4().hex[:12], str)[0]
+
+
+def logged(write: Callable[[], None]) -> bool:
+    """Calls a function that writes, and logs a failure as an ERROR.
+
+    Args:
+        write: The function; it raises a `CheckpointError` if it fails.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("training goes on without this checkpoint. %s", error)
+        return False
+    return True
+
+
+def finish(write: Callable[[], None]) -> None:
+    """Like `logged`, for the last checkpoint.
+
+    Args:
+        write: The function; it raises a `CheckpointError` if it fails.
+    """
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("the last checkpoint is missing. %s", error)
 
 
 def none_in(directory: str) -> CheckpointError:

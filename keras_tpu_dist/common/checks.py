@@ -5,6 +5,7 @@ import inspect
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
@@ -166,6 +167,8 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters.values()
     names = [each.name for each in parameters if each.name not in ("self", "cls")]
     most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        most = sys.maxsize
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -190,6 +193,12 @@ def knows_words(kind: type[T]) -> type[T]:
 
 
 def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
+    if owner in ("Checkpoint", "LoopCheckpoint") and name in ("local", "local_every_steps"):
+        return message(
+            f"{name}= of {owner} was removed: checkpoints are in one directory for all processes.",
+            received={name: value},
+            fix=f"Use two {owner}s of different rhythm, with two directories.",
+        )
     instead = tensorflow_names.of_argument(owner, name)
     if instead is not None:
         return message(

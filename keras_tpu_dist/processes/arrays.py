@@ -17,8 +17,6 @@ from keras_tpu_dist.processes.encoding import ListOf, check_array
 
 # The number of elements to compare: another seed or order already shows in the first ones.
 _SAMPLE = 4096
-# The largest number of bytes to broadcast at once.
-_WINDOW_BYTES = 64 * 2**20
 
 
 def checksum(array: Any) -> int:
@@ -125,32 +123,6 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     return np.concatenate(
         [part.reshape(raw.shape)[: answers[i][0][0]] for i, part in zip(first, parts)]
     )
-
-
-def sent(source: int, size: int, flat: np.ndarray | None = None) -> np.ndarray:
-    """Broadcasts the bytes of one process to all, over the devices and not the host channel.
-
-    All processes must call it at the same place in the same code; there is no check.
-
-    Args:
-        source: The process that has the bytes.
-        size: The number of bytes.
-        flat: The bytes; `None` in other processes.
-    """
-    if jax.process_count() == 1:
-        assert flat is not None
-        return flat
-    is_source = jax.process_index() == source
-    result = np.empty(size, np.uint8)
-    for start in range(0, size, _WINDOW_BYTES):
-        part = result[start : start + _WINDOW_BYTES]
-        # Powers of two, so that few programs are compiled.
-        window = np.zeros(max(1024, 1 << (len(part) - 1).bit_length()), np.uint8)
-        if is_source and flat is not None:
-            window[: len(part)] = flat[start : start + len(part)]
-        window = multihost_utils.broadcast_one_to_all(window, is_source=is_source)
-        part[:] = np.asarray(window)[: len(part)]
-    return result
 
 
 def _own_parts(array: Any, sharding: Any) -> jax.Array:

@@ -1,6 +1,6 @@
 """A disk that fails, or stops, at the n-th operation of saving checkpoints: all n.
 
-    python tests/checkpoint/disk.py [--every 1] [--tier shared local]
+    python tests/checkpoint/disk.py [--every 1]
 
 What Python asks of the file system is counted: making, renaming, deleting, opening for writing
 (the arrays themselves are written by TensorStore in C++, into a directory that has no name yet).
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
-from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.checkpoint.store import Store
@@ -34,8 +33,6 @@ CHANGES = ("mkdir", "rename", "replace", "rmdir", "unlink", "remove")
 KEEP, MOST_S = 2, 60
 # The newest two, and the best.
 AT_END = [2, 6, 7]
-# On a host's own disk: the newest that all processes know to be whole, and the one after it.
-LOCAL_AT_END = [6, 7]
 RUN = "run7"
 
 
@@ -123,31 +120,6 @@ def work(root, whole):
     return said
 
 
-def work_locally(root, whole):
-    """As `work`, on a host's own disk."""
-    said = 0
-    for asynchronous in (False, True):
-        try:
-            tier = LocalTier(root, asynchronous)
-        except CheckpointError:
-            said += 1
-            continue
-        for step in (1, 2, 3, 3, 4) if not asynchronous else (5, 6, 7):
-            try:
-                arrays, _, manifest = described(step)
-                tier.hear([tier.standing])
-                tier.save(step, arrays, lambda manifest=manifest: manifest)
-                tier.wait()
-                whole.append(step)
-            except CheckpointError:
-                said += 1
-        try:
-            tier.close()
-        except CheckpointError:
-            said += 1
-    return said
-
-
 class Records(logging.Handler):
     """Counts what is logged."""
 
@@ -157,18 +129,17 @@ class Records(logging.Handler):
         self.count += 1
 
 
-def fault(disk, tier):
+def fault(disk):
     """What is wrong after the work on a disk, or an empty text."""
     whole, records = [], Records(logging.WARNING)
     logger = logging.getLogger("keras_tpu_dist")
     logger.addHandler(records)
-    do, look = TIERS[tier]
     try:
         with disk.watched():
-            said = do(disk.root, whole)
+            said = work(disk.root, whole)
     finally:
         logger.removeHandler(records)
-    return look(disk.root, whole, said + records.count)
+    return look_at(disk.root, whole, said + records.count)
 
 
 def look_at(root, whole, said):
@@ -200,73 +171,37 @@ def look_at(root, whole, said):
     return ""
 
 
-def look_locally(root, whole, said):
-    """As `look_at`, on a host's own disk."""
-    try:
-        tier = LocalTier(root, True)
-    except CheckpointError as error:
-        return f"cannot be opened: {error}"
-    try:
-        names = sorted(path.name for path in pathlib.Path(root, "process_0").iterdir())
-        steps = sorted(int(name) for name in names if name.isdigit())
-        if steps != LOCAL_AT_END and not said:
-            return f"{steps} are there, and nothing was said"
-        left = [name for name in names if not name.isdigit() and name != ".in_use"]
-        if left:
-            return f"left: {left}"
-        tier.look_for(RUN, -1, 0.0)
-        step = -1 if tier.found is None else tier.found.step
-        if whole and step < max(whole):
-            return f"{whole} were whole, {steps} are there, {step} is found"
-        if steps and step != steps[-1]:
-            return f"{steps} are there, {step} is found"
-        if steps:
-            _, saved, _ = described(step)
-            assert tier.manifest(step).training["step"] == step
-            (found,) = tier.load(step, [(saved, None, np.float32)])
-            np.testing.assert_array_equal(found, np.full(4, step))
-    except (CheckpointError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        tier.close()
-    return ""
-
-
-TIERS = {"shared": (work, look_at), "local": (work_locally, look_locally)}
-
-
-def operations(tier="shared"):
+def operations():
     """How many there are where none fails."""
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(pathlib.Path(folder, "run"))
-        words = fault(disk, tier)
+        words = fault(disk)
         assert not words, words
     return disk.names
 
 
-def fault_at(n, stops, tier="shared"):
+def fault_at(n, stops):
     """What is wrong after the n-th operation failed, or from it on all."""
     with tempfile.TemporaryDirectory() as folder:
-        return fault(Disk(pathlib.Path(folder, "run"), n, stops), tier)
+        return fault(Disk(pathlib.Path(folder, "run"), n, stops))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="of so many operations one")
-    parser.add_argument("--tier", nargs="*", choices=TIERS, default=[*TIERS])
     arguments = parser.parse_args()
     logging.getLogger("keras_tpu_dist").propagate = False
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    return sum(tried(tier, arguments.every) for tier in arguments.tier) > 0
+    return tried(arguments.every) > 0
 
 
-def tried(tier, every):
+def tried(every):
     """Fails and stops at every so many operations; how often that ended wrong."""
-    names, wrong, began = operations(tier), 0, time.monotonic()
+    names, wrong, began = operations(), 0, time.monotonic()
     for n in range(1, len(names) + 1, every):
         for stops in (False, True):
             one = time.monotonic()
-            words = fault_at(n, stops, tier)
+            words = fault_at(n, stops)
             if time.monotonic() - one > MOST_S:
                 words = f"took {time.monotonic() - one:.0f} s. {words}"
             wrong += bool(words)
@@ -274,7 +209,7 @@ def tried(tier, every):
                 what = "stops" if stops else "fails"
                 print(f"WRONG {what} at {n} ({names[n - 1]}): {words[:600]}", flush=True)
     made = 2 * len(range(1, len(names) + 1, every))
-    print(f"{tier}: {len(names)} operations, {made} failures and stops, {wrong} wrong,", end=" ")
+    print(f"{len(names)} operations, {made} failures and stops, {wrong} wrong,", end=" ")
     print(f"{time.monotonic() - began:.0f} s")
     return wrong
 

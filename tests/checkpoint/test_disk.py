@@ -37,10 +37,9 @@ def said(caplog):
     return caplog
 
 
-@pytest.mark.parametrize("tier", disk.TIERS)
 @pytest.mark.parametrize("stops", [False, True])
-def test_the_first_operation_of_the_disk_fails(stops, tier):
-    assert disk.fault_at(1, stops, tier) == ""
+def test_the_first_operation_of_the_disk_fails(stops):
+    assert disk.fault_at(1, stops) == ""
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_a_sample_of_operations_that_fail():
         env=os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count(", 0 wrong,") == 2
+    assert ", 0 wrong," in done.stdout
 
 
 def test_a_save_at_the_end_of_an_epoch_is_judged_not_deleted(tmp_path, said):

@@ -1,7 +1,6 @@
 """A loop of one's own over `strategy.run` that is cut and resumed ends as one that was not."""
 
 import random
-import shutil
 import signal
 
 import keras
@@ -10,7 +9,6 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint import local as local_tier
 from keras_tpu_dist.checkpoint.store import Store
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
@@ -153,124 +151,6 @@ def test_a_loop_that_was_cut_ends_as_one_that_was_not(feed, every, cut, mesh, tm
     for found, value in zip(again.state(), whole.state()):
         # A running sum is of hundreds.
         np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def cut_loop(tmp_path_factory):
-    """The directories of a loop cut after step 9, saved at 6 and, locally, at 2, 4, 6, 8."""
-    folder = tmp_path_factory.mktemp("cut")
-    with two_tiers(folder, loop := Loop()) as saved:
-        loop.run(saved, 6, 9, local_every=2)
-    assert local_steps(folder) == [6, 8]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole_loop():
-    return Loop().run()
-
-
-def two_tiers(folder, loop, **options):
-    return ktd.LoopCheckpoint(folder / "shared", *loop.objects(), local=folder / "local", **options)
-
-
-def local_steps(folder):
-    paths = (folder / "local" / "process_0").iterdir()
-    return sorted(int(path.name) for path in paths if path.name.isdigit())
-
-
-def deleted(folder):
-    shutil.rmtree(folder / "local")
-
-
-def flipped(folder):
-    path = folder / "local" / "process_0" / "8" / "arrays" / "d" / "parts"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(bytes(content))
-
-
-def cut_short(folder):
-    path = folder / "local" / "process_0" / "8" / "arrays" / "d" / "parts"
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def of_another_loop(folder):
-    shutil.rmtree(folder / "shared")
-
-
-@pytest.mark.parametrize(
-    ("change", "begins"),
-    [
-        (lambda folder: None, 9),
-        (deleted, 7),
-        pytest.param(flipped, 7, marks=slow),
-        pytest.param(cut_short, 7, marks=slow),
-        pytest.param(of_another_loop, 1, marks=slow),
-    ],
-)
-def test_a_loop_goes_on_from_the_newest_of_two_tiers(
-    change, begins, cut_loop, whole_loop, tmp_path
-):
-    shutil.copytree(cut_loop, tmp_path / "run")
-    change(tmp_path / "run")
-    again = Loop(MESHES[1], "fsdp")
-    with two_tiers(tmp_path / "run", again, asynchronous=True) as saved:
-        again.run(saved, 6, local_every=4)
-    assert min(again.losses) == begins
-    for found, value in zip(again.state(), whole_loop.state()):
-        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
-
-
-def test_local_ones_before_the_first_shared_one(tmp_path, whole_loop):
-    with two_tiers(tmp_path, loop := Loop()) as saved:
-        assert saved.restore() == {}
-        loop.run(saved, 100, 5, local_every=2)
-        assert (saved.steps, local_steps(tmp_path)) == ([], [2, 4])
-        # What this loop saved itself is found as well.
-        assert saved.restore() == {"step": 4, "epoch": 0}
-    again = Loop(MESHES[1], "tensor_parallel")
-    with two_tiers(tmp_path, again) as saved:
-        again.run(saved, 100, local_every=5)
-    assert min(again.losses) == 5
-    for found, value in zip(again.state(), whole_loop.state()):
-        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
-    # Without `local`, there is nothing.
-    with ktd.LoopCheckpoint(tmp_path / "shared", *Loop().objects()) as saved:
-        assert saved.restore() == {}
-
-
-def test_a_full_local_disk_is_an_error_in_the_log(tmp_path, caplog, monkeypatch):
-    def full(file):
-        raise OSError(28, "No space left on device")
-
-    loop = Loop()
-    with two_tiers(tmp_path, loop) as saved:
-        saved.save_local(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(local_tier, "_flush", full)
-            saved.save_local(2)
-        assert local_steps(tmp_path) == [1]
-        saved.save_local(3)
-        assert local_steps(tmp_path) == [1, 3]
-    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    assert len(errors) == 1, errors
-    assert "No space left on device" in errors[0]
-
-
-def test_what_local_is(tmp_path):
-    loop = Loop()
-    for local in ("", "gs://bucket/run7", 3, b"local"):
-        with pytest.raises(ValueError, match="directory on the host's own disk"):
-            ktd.LoopCheckpoint(tmp_path / "shared", *loop.objects(), local=local)
-    with ktd.LoopCheckpoint(tmp_path / "shared", *loop.objects()) as saved:
-        with pytest.raises(ValueError, match=r"save_local needs a directory.*local=None"):
-            saved.save_local(2)
-    with two_tiers(tmp_path, loop):
-        with pytest.raises(ktd.CheckpointError, match="Only one fit at a time"):
-            ktd.LoopCheckpoint(tmp_path / "other", *loop.objects(), local=tmp_path / "local")
-    # Nothing was left locked.
-    ktd.LoopCheckpoint(tmp_path / "other", *loop.objects()).close()
 
 
 def test_an_epoch_that_ended_is_not_read_again(tmp_path):

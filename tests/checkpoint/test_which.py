@@ -156,16 +156,6 @@ def test_a_return_that_does_not_load_sets_nothing_aside(tmp_path):
         assert saved.steps == [10, 20]
 
 
-def test_a_return_with_checkpoints_on_each_hosts_own_disk(tmp_path):
-    options = {"local": tmp_path / "local"}
-    with opened(tmp_path / "shared", **options) as saved:
-        save(saved, 10, 20)
-        saved.save_local(25)
-        assert saved.restore(step=10) == {"step": 10}
-    with opened(tmp_path / "shared", **options) as saved:
-        assert saved.restore() == {"step": 10}
-
-
 def test_a_clock_that_was_set_back(tmp_path, monkeypatch):
     with opened(tmp_path, keep=1) as saved:
         save(saved, 10)

@@ -17,7 +17,6 @@ import numpy as np
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint import store
-from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.store import Store
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -69,7 +68,6 @@ class Fault:
             "manifest": (store, "check_files", self.ahead_of(store.check_files)),
             "another manifest": (Store, "manifest", self.in_another(Store.manifest)),
             "values": (store, "fingerprints", self.instead_of_values(store.fingerprints)),
-            "local disk": (LocalTier, "_copies_of", self.ahead_of(LocalTier._copies_of)),
             "arrays": (handler, "restore", self.ahead_of(handler.restore)),
             "file": (_keras, "WeightsFile", self.ahead_of(weights)),
             "damaged file": (weights, "read", self.ahead_of(weights.read)),
@@ -86,10 +84,10 @@ def made():
     return model
 
 
-def trained(folder, fault=None, epochs=2, **options):
+def trained(folder, fault=None, epochs=2):
     """A model after a fit; with a fault, a fit that goes on."""
     model = made()
-    saved = ktd.callbacks.Checkpoint(folder, every_epochs=1, keep=None, **options)
+    saved = ktd.callbacks.Checkpoint(folder, every_epochs=1, keep=None)
     with fault.put_in() if fault else contextlib.nullcontext():
         model.fit(X, X[:, :2], batch_size=16, epochs=epochs, verbose=0, callbacks=[saved])
     return model
@@ -98,14 +96,6 @@ def trained(folder, fault=None, epochs=2, **options):
 def of_fit(folder, fault):
     trained(folder)
     return trained(folder, fault, epochs=3), Store(folder, read_only=True, alone=True).steps
-
-
-def of_local_fit(folder, fault):
-    own = folder / f"disk{jax.process_index()}"
-    local = {"local": own, "local_every_steps": 3}
-    trained(folder / "shared", **local)
-    model = trained(folder / "shared", fault, epochs=3, **local)
-    return model, Store(folder / "shared", read_only=True, alone=True).steps
 
 
 def restored(path, fault, **options):
@@ -161,7 +151,6 @@ CASES = {
     "fit, manifest": (of_fit, Fault("manifest")),
     "fit, arrays": (of_fit, Fault("arrays")),
     "fit, values": (of_fit, Fault("values")),
-    "local fit, local disk": (of_local_fit, Fault("local disk")),
     "restore, manifest": (of_restore, Fault("manifest")),
     "restore, arrays": (of_restore, Fault("arrays")),
     "step, arrays": (of_step, Fault("arrays", always=True)),

@@ -14,7 +14,6 @@ CASES = {
     "fit, manifest": [4, 8, 12],
     "fit, arrays": [4, 8, 12],
     "fit, values": [4, 8, 12],
-    "local fit, local disk": [4, 8, 12],
     "restore, manifest": 4,
     "restore, arrays": 4,
     "step, arrays": UNREADABLE,
