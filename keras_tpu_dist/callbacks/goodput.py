@@ -8,12 +8,11 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common import phases
+from keras_tpu_dist.common import phases, recorder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import BUILD, START
-from keras_tpu_dist.goodput import recorder
-from keras_tpu_dist.goodput.records import check_ours
+from keras_tpu_dist.common.records import check_ours
 from keras_tpu_dist.goodput.report import GoodputReport, goodput_of
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keras_tpu_dist.common import records
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.phases import (
     BUILD,
@@ -18,7 +19,6 @@ from keras_tpu_dist.common.phases import (
     TRAIN,
     VALIDATE,
 )
-from keras_tpu_dist.goodput import records
 from keras_tpu_dist.show.colours import AXES, DISTINCT, NONE
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, text_table

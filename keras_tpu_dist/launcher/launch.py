@@ -14,21 +14,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keras_tpu_dist.common import records
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.paths import absolute_path
-from keras_tpu_dist.goodput import records
-from keras_tpu_dist.hardware.environment import simulated_environment
-from keras_tpu_dist.launcher.names import (
+from keras_tpu_dist.common.launched import (
     COORDINATOR,
+    END,
     EXIT_PEER,
     EXIT_TERMINATED,
     LAUNCHER,
     NUM_PROCESSES,
     PROCESS_ID,
     REPORT,
+    Failure,
+    failure_of,
+    note_ended,
+    step_of,
 )
+from keras_tpu_dist.common.paths import absolute_path
+from keras_tpu_dist.hardware.environment import simulated_environment
 from keras_tpu_dist.launcher.output import Reader
-from keras_tpu_dist.launcher.reports import END, ENDED, Failure, failure_of, step_of
 from keras_tpu_dist.launcher.restart import Interrupted, Outcome, Restarts, started_again
 
 _GRACE_S = 10.0
@@ -295,8 +299,8 @@ class _Start:
                 self._ends[number] = _End(number, code, time.monotonic(), failure)
                 if not code and len(self._ends) < self._number:
                     # The others may wait for it, and cannot see that it is gone.
-                    numbers = (end.number for end in self._ends.values() if not end.code)
-                    (self._reports / ENDED).write_text(" ".join(map(str, numbers)))
+                    ended = [end.number for end in self._ends.values() if not end.code]
+                    note_ended(self._reports, ended)
         failed = any(end.code for end in self._ends.values())
         return failed or len(self._ends) == self._number
 

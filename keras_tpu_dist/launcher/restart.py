@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keras_tpu_dist.common import records
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.goodput import records
 
 # Causes from outside of the program; they may repeat at the same step by chance.
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit code 75", "exit code 137")

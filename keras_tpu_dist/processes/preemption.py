@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from keras_tpu_dist.launcher.names import EXIT_TERMINATED
+from keras_tpu_dist.common.launched import EXIT_TERMINATED
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -10,18 +10,19 @@ from typing import Any
 import jax
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common import recorder, records
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.goodput import recorder, records
-from keras_tpu_dist.launcher.names import (
+from keras_tpu_dist.common.launched import (
     COORDINATOR,
     EXIT_UNAVAILABLE,
     LAUNCHER,
     NUM_PROCESSES,
     PROCESS_ID,
+    begin_reports,
 )
-from keras_tpu_dist.processes import report, watch
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.channel import Channel, is_open, opened, opened_by
 from keras_tpu_dist.processes.saving import print_in_one_process
 
@@ -99,7 +100,7 @@ def initialize(
     16
     """
     end_with_launcher()
-    report.begin()
+    begin_reports()
     given = _given(coordinator, num_processes, process_id)
     _check(*given)
     certificates = {

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.goodput import recorder
-from keras_tpu_dist.launcher.names import EXIT_PEER as EXIT_PEER
-from keras_tpu_dist.processes import report
+from keras_tpu_dist.common import launched as launchers
+from keras_tpu_dist.common import recorder
+from keras_tpu_dist.common.launched import EXIT_PEER as EXIT_PEER
 from keras_tpu_dist.processes.channel import (
     ENDED,
     FAILED,
@@ -186,7 +186,7 @@ class Watch:
         if not self._ends.is_set():
             self._end_watch()
             words = f"has ended its program {self._where}"
-            report.end(words, leaves=self.leaves)
+            launchers.report_end(words, leaves=self.leaves)
             self._write_end(Absence(LEFT if self.leaves else ENDED, words))
 
     def _write_end(self, end: Absence) -> None:
@@ -239,7 +239,7 @@ class Watch:
         else:
             self._listen(*self._board())
         self._gone.update(self._read_ends() if self._reads_all else self._ends_of_others())
-        for i in report.ended() - set(self._gone) - {self._process_id}:
+        for i in launchers.ended() - set(self._gone) - {self._process_id}:
             where, _ = self._positions.get(i, ("before its first call", OUTSIDE))
             self._gone[i] = Absence(LEFT, f"has ended with exit code 0, last heard {where}")
         now = time.monotonic()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.goodput.records import check_ours
+from keras_tpu_dist.common.records import check_ours
 from keras_tpu_dist.goodput.report import goodput_of
 from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.launcher.restart import Restarts

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once, phases
+from keras_tpu_dist.common import once, phases, recorder, records
 from keras_tpu_dist.common.phases import BUILD, INPUT, OTHER, REPLAY, START, TRAIN, VALIDATE
-from keras_tpu_dist.goodput import recorder, records
 from keras_tpu_dist.goodput.report import IDLE, _time_text, goodput_of
 from keras_tpu_dist.shell.main import main
 

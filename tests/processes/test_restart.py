@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from keras_tpu_dist.common import phases
+from keras_tpu_dist.common import launched, phases
 from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.launcher.output import Folded, Reader
 from keras_tpu_dist.launcher.restart import Restarts
-from keras_tpu_dist.processes import report
 
 # Does in each start what the argument says. A process writes its step and its error where
 # `initialize` would, which takes seconds to import.
@@ -271,11 +270,11 @@ def test_a_step_that_cannot_be_noted_does_not_end_the_run(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     (tmp_path / "0.step").symlink_to("/dev/full")
     monkeypatch.setenv("KTD_REPORT", str(tmp_path / "0"))
-    report.begin()
+    launched.begin_reports()
     for step in range(3):
         phases.at_step(step)
     monkeypatch.setenv("KTD_REPORT", str(tmp_path / "nowhere" / "0"))
-    report.begin()
+    launched.begin_reports()
     words = [each.getMessage() for each in caplog.records]
     assert [each.partition(":")[0] for each in words] == [
         "the launcher cannot see the current step of this process"

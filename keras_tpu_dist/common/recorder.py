@@ -7,11 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-from keras_tpu_dist.common import phases
+from keras_tpu_dist.common import phases, records
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import REPLAY, START, TRAIN, Timeline
-from keras_tpu_dist.goodput import records
 
 logger = logging.getLogger("keras_tpu_dist")
 
