@@ -15,9 +15,9 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 # isort: split
 import keras
 
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.dryrun.compile import compile_lowered
-from keras_tpu_dist.hlo.parse import parse
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.hlo.parse import parse
 
 DEVICES = 2
 

@@ -115,9 +115,9 @@ def scheduled(text, dump, chip):
     """Cycles of a program by its schedule, and by the compiler's estimate if it has one."""
     from tpu_schedule import scheduled_kernels
 
-    from keras_tpu_dist.hlo import cost, traffic
-    from keras_tpu_dist.hlo.loops import executions
-    from keras_tpu_dist.hlo.parse import parse
+    from keras_tpu_dist.tools.hlo import cost, traffic
+    from keras_tpu_dist.tools.hlo.loops import executions
+    from keras_tpu_dist.tools.hlo.parse import parse
 
     program = parse(text)
     runs = executions(program).executions

@@ -25,9 +25,9 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 import jax
 import keras
 
-from keras_tpu_dist.dryrun import compile as dryrun_compile
-from keras_tpu_dist.dryrun.run import dry_run
 from keras_tpu_dist.show.text import duration_text, size_text, span_text
+from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
+from keras_tpu_dist.tools.dryrun.run import dry_run
 
 # One of each family, the smallest.
 APPLICATIONS = (

@@ -21,8 +21,8 @@ import keras
 from jax.sharding import PartitionSpec
 from keras import ops
 
-from keras_tpu_dist.experts import exchange
 from keras_tpu_dist.layers.experts import route_experts
+from keras_tpu_dist.programs.experts import exchange
 from keras_tpu_dist.show.text import duration_text, size_text
 
 L = keras.layers

@@ -29,13 +29,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from maxtext import HEAD, TIME, VOCABULARY, Shape
 
-from keras_tpu_dist.dryrun.compile import EFFORTS
-from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo.analysis import analyze
-from keras_tpu_dist.hlo.wire import Wire
 from keras_tpu_dist.show.text import duration_text, size_text
+from keras_tpu_dist.tools.dryrun.compile import EFFORTS
+from keras_tpu_dist.tools.dryrun.report import estimate
+from keras_tpu_dist.tools.hlo.analysis import analyze
+from keras_tpu_dist.tools.hlo.wire import Wire
 
 # Name: slice, shape (with layers and rows a chip).
 ROWS = {

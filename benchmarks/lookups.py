@@ -17,8 +17,8 @@ from unittest import mock
 
 import keras
 
+from keras_tpu_dist.programs.tables import step, width
 from keras_tpu_dist.show.text import duration_text, size_text
-from keras_tpu_dist.tables import step, width
 
 L = keras.layers
 TIME = 2048

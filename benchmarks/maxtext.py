@@ -27,9 +27,9 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 import keras
 
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.searches.candidates import Candidate
-from keras_tpu_dist.searches.ranking import Tried
 from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.ranking import Tried
 
 L = keras.layers
 TOPOLOGY, CHIPS, TIME, VOCABULARY, HEAD = "v5e:16x16", 256, 2048, 32_000, 128

@@ -4,8 +4,8 @@
 
 8 simulated devices, one process, in random order; medians over rounds. `speed`: a step of a
 MobileNetV3 and of an embedding classifier with and without the repairs of
-`keras_tpu_dist.partitioner`, and the collectives of both programs. `ragged`: steps per second with
-batches of 30 rows against 32. `tracing`: the step of a 12-layer transformer.
+`keras_tpu_dist.programs.partitioner`, and the collectives of both programs. `ragged`: steps per
+second with batches of 30 rows against 32. `tracing`: the step of a 12-layer transformer.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def transformer(rows, blocks=12):
 @contextlib.contextmanager
 def as_xla_makes_it():
     """A context without the repairs."""
-    from keras_tpu_dist.partitioner import rewrite
+    from keras_tpu_dist.programs.partitioner import rewrite
 
     rewritten = rewrite.rewritten
     rewrite.rewritten = lambda jaxpr, *_: jaxpr
@@ -140,7 +140,7 @@ def alternate(runs, rounds, steps):
 
 def traffic(text):
     """Collectives of a program, and the bytes of one device that they send."""
-    from keras_tpu_dist import hlo
+    from keras_tpu_dist.tools import hlo
 
     found = hlo.analyze(text).collectives
     kinds = {}

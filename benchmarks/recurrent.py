@@ -209,8 +209,8 @@ def fit_case(case, dump):
     from tpu_schedule import read
 
     import keras_tpu_dist as ktd
-    from keras_tpu_dist.dryrun.build import lower
-    from keras_tpu_dist.dryrun.compile import compile_lowered
+    from keras_tpu_dist.tools.dryrun.build import lower
+    from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 
     package = keras.layers if case["kind"].startswith("stock") else ktd.layers
     batch, steps, units = case["size"]

@@ -38,11 +38,11 @@ import time
 import keras
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.searches import activations, forecast
-from keras_tpu_dist.searches.candidates import Candidate, candidates
-from keras_tpu_dist.searches.ranking import rank
-from keras_tpu_dist.searches.search import _forecasts, compiled_step, lowered_step
+from keras_tpu_dist.tools.dryrun.cache import Cache
+from keras_tpu_dist.tools.searches import activations, forecast
+from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
+from keras_tpu_dist.tools.searches.ranking import rank
+from keras_tpu_dist.tools.searches.search import _forecasts, compiled_step, lowered_step
 
 L = keras.layers
 

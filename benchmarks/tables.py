@@ -30,9 +30,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo import cost, silent
-from keras_tpu_dist.hlo.loops import executions
-from keras_tpu_dist.hlo.parse import parse
+from keras_tpu_dist.tools.hlo import cost, silent
+from keras_tpu_dist.tools.hlo.loops import executions
+from keras_tpu_dist.tools.hlo.parse import parse
 
 L = keras.layers
 TOPOLOGY, WAYS = "v5e:4x4", 16

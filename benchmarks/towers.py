@@ -208,7 +208,7 @@ def exchanged(shapes, mesh):
 
 def collectives_between_towers(program) -> int:
     """How many collectives stand between the first two conditionals of a program."""
-    from keras_tpu_dist.hlo.collectives import kind_of
+    from keras_tpu_dist.tools.hlo.collectives import kind_of
 
     begun, found = False, 0
     for instruction in program.entry:
@@ -279,7 +279,7 @@ def print_keras(width, hidden, rows, effort):
     ktd.simulate(1)
     import keras
 
-    from keras_tpu_dist.dryrun.report import kinds_of_memory
+    from keras_tpu_dist.tools.dryrun.report import kinds_of_memory
 
     strategy = ktd.TPUStrategy(ktd.DeviceAssignment.build(TOPOLOGY, computation_shape=(1, 2)))
 
@@ -338,8 +338,8 @@ def main():
     import numpy as np
     from jax.experimental import topologies
 
-    from keras_tpu_dist import hlo
     from keras_tpu_dist.hardware.libtpu import start_without_tpu
+    from keras_tpu_dist.tools import hlo
 
     start_without_tpu()
     topology = ktd.Topology.parse(TOPOLOGY).libtpu_arguments()

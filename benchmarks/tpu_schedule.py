@@ -17,10 +17,10 @@ import re
 from collections.abc import Iterable
 
 from keras_tpu_dist.hardware.chips import CHIPS
-from keras_tpu_dist.hlo import cost, traffic
-from keras_tpu_dist.hlo.kernels import is_kernel
-from keras_tpu_dist.hlo.loops import Execution, executions
-from keras_tpu_dist.hlo.parse import Instruction, parse
+from keras_tpu_dist.tools.hlo import cost, traffic
+from keras_tpu_dist.tools.hlo.kernels import is_kernel
+from keras_tpu_dist.tools.hlo.loops import Execution, executions
+from keras_tpu_dist.tools.hlo.parse import Instruction, parse
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?: >)*) +\{")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test")

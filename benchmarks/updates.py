@@ -4,9 +4,9 @@
 
 Compiles a small program for each kind of slice and update; you need no chip. Reads the compiler's
 final schedule: the bytes of all transfers between HBM and on-chip memory, and the instructions,
-both times the trip counts of their loops. Beside them are the bytes that `hlo.traffic` computes
-from the program, and the cycles that `hlo.silent` estimates for kernels without the compiler's own
-estimate. A loop whose trip count depends on the indices has neither ("data").
+both times the trip counts of their loops. Beside them are the bytes that `tools.hlo.traffic`
+computes from the program, and the cycles that `tools.hlo.silent` estimates for kernels without the
+compiler's own estimate. A loop whose trip count depends on the indices has neither ("data").
 
 Needs libtpu (pip install 'jax[tpu]'); no TPU. A chip whose two cores act as one is left
 out: the schedule is of one core, which does all of some kernels and half of others.
@@ -223,9 +223,9 @@ def kernel_rows(text: str, dump: pathlib.Path, chip) -> list[dict]:
     """What is read and what is scheduled of each kernel that has a schedule."""
     from tpu_schedule import scheduled_kernels
 
-    from keras_tpu_dist.hlo import cost, silent, traffic
-    from keras_tpu_dist.hlo.loops import executions
-    from keras_tpu_dist.hlo.parse import parse
+    from keras_tpu_dist.tools.hlo import cost, silent, traffic
+    from keras_tpu_dist.tools.hlo.loops import executions
+    from keras_tpu_dist.tools.hlo.parse import parse
 
     program = parse(text)
     runs = executions(program).executions

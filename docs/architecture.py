@@ -21,18 +21,35 @@ REFERENCE = PAGE.with_name("reference")
 GROUPS = ("strategy", "layouts", "dry_run", "callbacks", "replica", "layers", "hardware")
 
 
+# Packages that hold packages.
+WINGS = ("programs", "tools")
+
+
+def package_named(parts: tuple[str, ...] | list[str]) -> str:
+    """The package of a module: in a wing, the one within it.
+
+    Args:
+        parts: The module's name below this package.
+    """
+    inner = len(parts) > 1 and parts[0] in WINGS and (PACKAGE / parts[0] / parts[1]).is_dir()
+    return ".".join(parts[:2]) if inner else parts[0]
+
+
 def imports() -> dict[str, set[str]]:
     """From each package, or module beside the packages, to those it imports."""
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        package = package_named(path.relative_to(PACKAGE).with_suffix("").parts)
         if package == "__init__":
             continue
         known = found.setdefault(package, set())
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_"):
-                parts = node.module.split(".")
-                names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+                parts = node.module.split(".")[1:]
+                if not parts or parts[-1] in WINGS:
+                    names = [package_named([*parts, alias.name]) for alias in node.names]
+                else:
+                    names = [package_named(parts)]
                 known.update(name for name in names if name != package)
     return found
 
@@ -68,8 +85,8 @@ def packages() -> str:
     rows = ["| package | what it is | knows |", "|---|---|---|"]
     for level in levels(graph):
         for package in level:
-            module = PACKAGE / package / "__init__.py"
-            module = module if module.exists() else PACKAGE / f"{package}.py"
+            folder = PACKAGE / package.replace(".", "/")
+            module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
             text = ast.get_docstring(ast.parse(module.read_text())) or ""
             knows = ", ".join(f"`{name}`" for name in sorted(graph[package])) or "nothing"
             rows.append(f"| `{package}` | {text.splitlines()[0]} | {knows} |")

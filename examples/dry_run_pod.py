@@ -10,8 +10,8 @@ import sys
 
 import keras_tpu_dist as ktd
 import keras
-from keras_tpu_dist.dryrun.run import dry_run
-from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.run import dry_run
+from keras_tpu_dist.tools.dryrun.build import lower
 
 VOCABULARY, LENGTH = 32_000, 1024
 

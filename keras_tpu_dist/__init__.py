@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from keras_tpu_dist.checkpoint import LoopCheckpoint as LoopCheckpoint
     from keras_tpu_dist.checkpoint import checkpoints as checkpoints
     from keras_tpu_dist.checkpoint import restore as restore
-    from keras_tpu_dist.dryrun.diff import diff as diff
-    from keras_tpu_dist.dryrun.measured import read_profile as read_profile
-    from keras_tpu_dist.dryrun.run import DryRun as DryRun
-    from keras_tpu_dist.dryrun.run import dry_run as dry_run
-    from keras_tpu_dist.freezing import freeze as freeze
     from keras_tpu_dist.hardware.calibration import Calibration as Calibration
-    from keras_tpu_dist.replay import Verification as Verification
-    from keras_tpu_dist.replay import verify as verify
-    from keras_tpu_dist.searches.compare import compare as compare
-    from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
-    from keras_tpu_dist.searches.search import search as search
-    from keras_tpu_dist.searches.slices import compare_slices as compare_slices
+    from keras_tpu_dist.layers.freezing import freeze as freeze
+    from keras_tpu_dist.tools.dryrun.diff import diff as diff
+    from keras_tpu_dist.tools.dryrun.measured import read_profile as read_profile
+    from keras_tpu_dist.tools.dryrun.run import DryRun as DryRun
+    from keras_tpu_dist.tools.dryrun.run import dry_run as dry_run
+    from keras_tpu_dist.tools.replay import Verification as Verification
+    from keras_tpu_dist.tools.replay import verify as verify
+    from keras_tpu_dist.tools.searches.compare import compare as compare
+    from keras_tpu_dist.tools.searches.largest_batch import largest_batch as largest_batch
+    from keras_tpu_dist.tools.searches.search import search as search
+    from keras_tpu_dist.tools.searches.slices import compare_slices as compare_slices
 
 # Names that an ordinary fit does not need, and their modules, which are imported on first use.
 # Layers are imported at once, because Keras only finds a layer named in a file if its class is
@@ -70,17 +70,17 @@ _LATER = {
     "LoopCheckpoint": "checkpoint",
     "checkpoints": "checkpoint",
     "restore": "checkpoint",
-    "compare": "searches.compare",
-    "compare_slices": "searches.slices",
-    "diff": "dryrun.diff",
-    "largest_batch": "searches.largest_batch",
-    "DryRun": "dryrun.run",
-    "dry_run": "dryrun.run",
-    "freeze": "freezing",
-    "read_profile": "dryrun.measured",
-    "search": "searches.search",
-    "Verification": "replay",
-    "verify": "replay",
+    "compare": "tools.searches.compare",
+    "compare_slices": "tools.searches.slices",
+    "diff": "tools.dryrun.diff",
+    "largest_batch": "tools.searches.largest_batch",
+    "DryRun": "tools.dryrun.run",
+    "dry_run": "tools.dryrun.run",
+    "freeze": "layers.freezing",
+    "read_profile": "tools.dryrun.measured",
+    "search": "tools.searches.search",
+    "Verification": "tools.replay",
+    "verify": "tools.replay",
 }
 
 

@@ -8,12 +8,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # registers its replacements in Keras
-from keras_tpu_dist.checkup.method import Checks
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
-from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
@@ -29,8 +27,10 @@ from keras_tpu_dist.layout.planner import PLANS, Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
+from keras_tpu_dist.programs.tables.step import described, refused
 from keras_tpu_dist.replica.run import ReplicaCode
-from keras_tpu_dist.tables.step import described, refused
+from keras_tpu_dist.tools.checkup.method import Checks
+from keras_tpu_dist.tools.dryrun.retarget import DryRuns
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.runner import Runner

@@ -6,11 +6,11 @@ import jax.export
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.dryrun.build import Lowered
-from keras_tpu_dist.dryrun.compile import compile_lowered
-from keras_tpu_dist.dryrun.state_bytes import StateBytes
 from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.replica.call import prepare
+from keras_tpu_dist.tools.dryrun.build import Lowered
+from keras_tpu_dist.tools.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
 
 
 def compiled_for_tpu(strategy, function, args, topology):

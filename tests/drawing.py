@@ -1,7 +1,7 @@
 """Programs drawn at random, and their runs in processes: random models and tables share them.
 
 Imports no Keras. What a program can be made of is in `random_models/options.py` and in
-`tables/table_options.py`.
+`programs/tables/table_options.py`.
 """
 
 import argparse

@@ -26,12 +26,12 @@ import numpy as np
 from keras import ops
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.experts import routed
 from keras_tpu_dist.layers.experts import is_routed
 from keras_tpu_dist.layout.annotations import annotation_of
 from keras_tpu_dist.memory.remat import policy_of
-from keras_tpu_dist.partitioner import Jitted
-from keras_tpu_dist.trace.jaxprs import any_equation
+from keras_tpu_dist.programs.experts import routed
+from keras_tpu_dist.programs.jaxprs import any_equation
+from keras_tpu_dist.programs.partitioner import Jitted
 
 L = keras.layers
 ROWS, TIME, WIDTH = 13, 6, 16

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.searches.ranking import Ranking
+from keras_tpu_dist.tools.searches.ranking import Ranking
 
 NAN, HUGE = float("nan"), 10**30
 # Nothing that a parameter of the kind takes. Each error names the rule, what came, and the fix.

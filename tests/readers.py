@@ -28,18 +28,18 @@ import keras
 from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import hlo
 from keras_tpu_dist.callbacks.states import give_back, give_back_history
 from keras_tpu_dist.checkpoint import manifest as manifests
 from keras_tpu_dist.checkpoint.contents import CheckpointRow, _cells
-from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.dryrun.compile import _kept
 from keras_tpu_dist.input.position import (
     own_position,
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.shell import given as shell
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.dryrun.cache import Cache
+from keras_tpu_dist.tools.dryrun.compile import _kept
+from keras_tpu_dist.tools.shell import given as shell
 
 SECONDS, BYTES, GROWTH = 5, 64 * 2**20, 4 * 2**30
 IN_OUR_FORM = re.compile(r"\. Received: .+\. .+", re.DOTALL)

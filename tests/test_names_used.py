@@ -86,17 +86,21 @@ def test_what_is_used_of_the_package_exists(folder):
     ("source", "names"),
     [
         (
-            "from keras_tpu_dist.tables import step as s\ns._LEAST",
-            ["keras_tpu_dist.tables.step._LEAST"],
+            "from keras_tpu_dist.programs.tables import step as s\ns._LEAST",
+            ["keras_tpu_dist.programs.tables.step._LEAST"],
         ),
-        ("from keras_tpu_dist.tables.step import _LEAST", ["keras_tpu_dist.tables.step._LEAST"]),
+        (
+            "from keras_tpu_dist.programs.tables.step import _LEAST",
+            ["keras_tpu_dist.programs.tables.step._LEAST"],
+        ),
         ("import keras_tpu_dist as ktd\nktd.TPUStrategie()", ["keras_tpu_dist.TPUStrategie"]),
         (
-            "from keras_tpu_dist.tables import width\nmonkeypatch.setattr(width, '_LEAST', 1)",
-            ["keras_tpu_dist.tables.width._LEAST"],
+            "from keras_tpu_dist.programs.tables import width\n"
+            "monkeypatch.setattr(width, '_LEAST', 1)",
+            ["keras_tpu_dist.programs.tables.width._LEAST"],
         ),
-        ("from keras_tpu_dist.tables import width\nwidth.LEAST_BYTES", []),
-        ("from keras_tpu_dist.tables import width\nwidth = 3\nwidth.real_part", []),
+        ("from keras_tpu_dist.programs.tables import width\nwidth.LEAST_BYTES", []),
+        ("from keras_tpu_dist.programs.tables import width\nwidth = 3\nwidth.real_part", []),
     ],
 )
 def test_the_search_for_missing_names_finds_them(source, names):

@@ -11,76 +11,103 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 
 ROOT = pathlib.Path(ktd.__file__).parent
+# Packages that hold packages.
+WINGS = ("programs", "tools")
 # Each package, or module beside the packages, and those whose names it may import.
 BASE = {"common", "_keras"}
 PACKAGES = {
     "common": set(),
     "_keras": {"common"},
-    "trace": {"common"},
-    "partitioner": {"common", "trace"},
-    "recurrence": {"common"},
-    "generation": {"trace"},
-    "freezing": BASE,
     "hardware": BASE,
-    "memory": {*BASE, "partitioner", "trace"},
     "show": {"common", "hardware"},
-    "hlo": {"common", "hardware"},
-    "goodput": {"common", "show"},
-    "launcher": {"common", "hardware"},
+    # Traced programs: how they are read, and what is computed otherwise.
+    "programs": {"common"},
+    "programs.partitioner": {"common", "programs"},
+    "programs.generation": {"programs"},
+    "programs.experts": {*BASE, "programs", "programs.partitioner"},
+    "programs.tables": {*BASE, "programs", "programs.partitioner"},
+    # What trains.
+    "recurrence": {"common"},
+    "memory": {*BASE, "programs", "programs.partitioner"},
+    "attention": {*BASE, "hardware", "memory", "programs.partitioner"},
+    "layout": {*BASE, "hardware", "programs", "programs.partitioner", "show"},
+    "logical": {*BASE, "hardware", "layout", "programs.partitioner"},
+    "layers": {
+        *BASE,
+        "hardware",
+        "layout",
+        "programs",
+        "programs.experts",
+        "programs.partitioner",
+        "recurrence",
+    },
     "processes": BASE,
-    "experts": {*BASE, "partitioner", "trace"},
-    "tables": {*BASE, "partitioner", "trace"},
-    "layers": {*BASE, "experts", "hardware", "layout", "partitioner", "recurrence", "trace"},
-    "attention": {*BASE, "hardware", "memory", "partitioner"},
     "input": {*BASE, "hardware", "processes"},
-    "layout": {*BASE, "hardware", "partitioner", "show", "trace"},
-    "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {
         *BASE,
-        "experts",
-        "generation",
         "hardware",
         "input",
         "layout",
         "memory",
-        "partitioner",
         "processes",
-        "tables",
-        "trace",
+        "programs",
+        "programs.experts",
+        "programs.generation",
+        "programs.partitioner",
+        "programs.tables",
     },
     "checkpoint": {*BASE, "input", "processes", "show", "training"},
-    "replica": {*BASE, "input", "partitioner", "processes", "trace", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "show", "trace", "training"},
+    "replica": {*BASE, "input", "processes", "programs", "programs.partitioner", "training"},
     "callbacks": {
         *BASE,
         "checkpoint",
-        "goodput",
         "hardware",
         "input",
         "processes",
+        "tools.goodput",
+        "training",
+    },
+    # Tools, which read and report.
+    "tools": set(),
+    "tools.hlo": {"common", "hardware"},
+    "tools.goodput": {"common", "show"},
+    "tools.launcher": {"common", "hardware"},
+    "tools.dryrun": {
+        *BASE,
+        "hardware",
+        "input",
+        "layout",
+        "programs",
+        "show",
+        "tools.hlo",
         "training",
     },
 }
-PACKAGES["checkup"] = {
-    *PACKAGES["dryrun"],
+PACKAGES["tools.checkup"] = {
+    *PACKAGES["tools.dryrun"],
     "attention",
-    "dryrun",
     "layers",
-    "partitioner",
     "processes",
+    "programs.partitioner",
+    "tools.dryrun",
 }
-PACKAGES["replay"] = {*PACKAGES["checkup"], "checkup"}
+PACKAGES["tools.replay"] = {*PACKAGES["tools.checkup"], "tools.checkup"}
 PACKAGES["strategy"] = {*PACKAGES} - {
     "recurrence",
     "layers",
     "callbacks",
     "checkpoint",
-    "freezing",
-    "replay",
+    "tools.replay",
 }
-PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy", "tables"}
-PACKAGES["shell"] = {*PACKAGES}
-PACKAGES["__main__"] = {"shell"}
+PACKAGES["tools.searches"] = {
+    *PACKAGES["tools.dryrun"],
+    "memory",
+    "programs.tables",
+    "strategy",
+    "tools.dryrun",
+}
+PACKAGES["tools.shell"] = {*PACKAGES}
+PACKAGES["__main__"] = {"tools.shell"}
 MOST_LINES_OF_A_FUNCTION = 60
 
 
@@ -90,13 +117,21 @@ def trees():
 
 
 def package_of(path):
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return package_named(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def package_named(parts):
+    """The package of a module: in a wing, the one within it."""
+    inner = parts[0] in WINGS and (ROOT / parts[0] / parts[1]).is_dir() if len(parts) > 1 else False
+    return ".".join(parts[:2]) if inner else parts[0]
 
 
 def imported(node):
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_dist"):
-        parts = node.module.split(".")
-        return [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
+        parts = node.module.split(".")[1:]
+        if not parts or parts[-1] in WINGS:
+            return [package_named((*parts, alias.name)) for alias in node.names]
+        return [package_named(parts)]
     return []
 
 

@@ -13,7 +13,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.common.printed import Printed
 
 # Records of what is replaced in Keras and XLA, which nobody is given.
-INNER = ("keras_tpu_dist._keras", "keras_tpu_dist.partitioner")
+INNER = ("keras_tpu_dist._keras", "keras_tpu_dist.programs.partitioner")
 
 
 def results():

@@ -6,8 +6,8 @@ import jax
 import jax.export
 from jax.sharding import Mesh
 
-from keras_tpu_dist.partitioner import in_compiled_code
-from keras_tpu_dist.partitioner.places import constrained
+from keras_tpu_dist.programs.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner.places import constrained
 
 
 def symbolic(*arrays: jax.Array) -> bool:

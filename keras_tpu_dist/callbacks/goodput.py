@@ -13,7 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import BUILD, START
 from keras_tpu_dist.common.records import check_ours
-from keras_tpu_dist.goodput.report import GoodputReport, goodput_of
+from keras_tpu_dist.tools.goodput.report import GoodputReport, goodput_of
 
 
 class Goodput(keras.callbacks.Callback):

@@ -187,8 +187,8 @@ class BatchPlacer:
 
         Outside of a compiled program, JAX has no uneven shards. Every operation is a separate
         program that XLA partitions, which may be wrong on a mesh with a second axis (see
-        `keras_tpu_dist.partitioner`). On such a mesh, or if rows are not divisible, arrays are
-        replicated.
+        `keras_tpu_dist.programs.partitioner`). On such a mesh, or if rows are not divisible,
+        arrays are replicated.
 
         Args:
             batch: A structure (tuple, list, dict, `None`) of arrays.

@@ -14,12 +14,12 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
-from keras_tpu_dist.experts.dense import chosen_sums, computed
-from keras_tpu_dist.experts.routed import Where
 from keras_tpu_dist.layers.place import find
 from keras_tpu_dist.layout.flow import NotTraced, traced_call
-from keras_tpu_dist.partitioner import in_compiled_code
-from keras_tpu_dist.trace.graph import graph_of
+from keras_tpu_dist.programs.experts.dense import chosen_sums, computed
+from keras_tpu_dist.programs.experts.routed import Where
+from keras_tpu_dist.programs.graph import graph_of
+from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 _mark = _keras.LayerMark("_keras_tpu_dist_experts", saved=True)
 # The layers whose call is being traced, by their ids.

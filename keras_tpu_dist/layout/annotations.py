@@ -13,7 +13,7 @@ from keras_tpu_dist.common.axes import axis_size, named_sharding
 from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.rules import LayoutRules
-from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 mark = _keras.LayerMark("_keras_tpu_dist_annotation")
 

@@ -19,9 +19,9 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.layout.fused import scaled_kernels, taken_apart
-from keras_tpu_dist.trace.calls import calls
-from keras_tpu_dist.trace.dimensions import Dimensions, Mapped, dimensions
-from keras_tpu_dist.trace.jaxprs import opened
+from keras_tpu_dist.programs.calls import calls
+from keras_tpu_dist.programs.dimensions import Dimensions, Mapped, dimensions
+from keras_tpu_dist.programs.jaxprs import opened
 
 # Sizes used for dimensions that a layer was built without: for the batch, and for all others.
 _ROWS, _LENGTH = 8, 32

@@ -20,7 +20,7 @@ import keras
 from jax import lax
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.trace.graph import Atom, Equation, Graph, Instead, graph_of
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
 
 _SAME = ("convert_element_type", "copy")
 

@@ -29,8 +29,8 @@ from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.fused import fused_in, scaled_kernels
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
-from keras_tpu_dist.partitioner import constrained, in_compiled_code, mesh_here
-from keras_tpu_dist.trace.graph import Atom, graph_of
+from keras_tpu_dist.programs.graph import Atom, graph_of
+from keras_tpu_dist.programs.partitioner import constrained, in_compiled_code, mesh_here
 
 # On a weight that a layer takes apart: the shape and the axes. On the layer: that it does so.
 _apart = _keras.Mark("_keras_tpu_dist_apart")

@@ -19,7 +19,7 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
 from keras_tpu_dist.layout.rules import LayoutRules
-from keras_tpu_dist.partitioner import ONE_DEVICE, in_compiled_code, rows_are_whole
+from keras_tpu_dist.programs.partitioner import ONE_DEVICE, in_compiled_code, rows_are_whole
 
 # The logical device whose branch is being traced, and the one that new layers are assigned to.
 _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing", default=None)
@@ -273,7 +273,7 @@ def _on_one_device(
         mine = jax.tree.map(lambda x: x[0], inputs)
         # Sums over the batch stay in the branch: all devices that take part in one have the same
         # logical number, so they take the same branch. Anything else that the partitioner puts
-        # there is found before the program is launched; see `keras_tpu_dist.partitioner.exchanges`.
+        # there is found before the program is launched; see `programs.partitioner.exchanges`.
         with jax.named_scope(ONE_DEVICE):
             own = jax.lax.cond(index[0] == device, joined, skip, here, mine)
         return jax.tree.map(lambda x: x[None], own)

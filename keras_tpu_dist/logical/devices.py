@@ -17,7 +17,7 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.logical.assign import assign, assigning, on_logical_device
-from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 
 class UnevenBatch(ValueError):

@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.policies import Policy, jax_policy
-from keras_tpu_dist.trace.jaxprs import any_equation
+from keras_tpu_dist.programs.jaxprs import any_equation
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding
 
-from keras_tpu_dist.trace.jaxprs import is_jaxpr, opened
+from keras_tpu_dist.programs.jaxprs import is_jaxpr, opened
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # The attributes in which JAX's wrappers store the wrapped function.

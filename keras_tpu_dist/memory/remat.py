@@ -15,7 +15,7 @@ from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.again import computed_again
 from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_path
 from keras_tpu_dist.memory.policies import Policy, checked_policy
-from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 mark = _keras.LayerMark("_keras_tpu_dist_remat", saved=True)
 # The ids of the layers whose call is being traced: a call through the base class belongs to them.

@@ -16,7 +16,7 @@ from jax.extend import core
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.equality import Fingerprints, value_of
-from keras_tpu_dist.trace.jaxprs import opened
+from keras_tpu_dist.programs.jaxprs import opened
 
 # Keys of configs in which equal layers may differ.
 _NAMES = ("name", "layer_name")

@@ -29,7 +29,7 @@ from keras_tpu_dist.memory.runs import (
     without_aliases,
 )
 from keras_tpu_dist.memory.scanned import computed
-from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 mark = _keras.LayerMark("_keras_tpu_dist_scan_blocks", saved=True)
 

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.memory.policies import keeps_what_is_dear
 from keras_tpu_dist.memory.runs import Block, Run, is_block
-from keras_tpu_dist.partitioner.places import mesh_here
-from keras_tpu_dist.trace.calls import is_recomputed, program_of
-from keras_tpu_dist.trace.jaxprs import any_equation, inner_jaxprs, opened, with_inner_jaxprs
+from keras_tpu_dist.programs.calls import is_recomputed, program_of
+from keras_tpu_dist.programs.jaxprs import any_equation, inner_jaxprs, opened, with_inner_jaxprs
+from keras_tpu_dist.programs.partitioner.places import mesh_here
 
 
 def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:

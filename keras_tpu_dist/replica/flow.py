@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.extend import core
 
-from keras_tpu_dist.trace.calls import Called, calls
-from keras_tpu_dist.trace.jaxprs import opened
+from keras_tpu_dist.programs.calls import Called, calls
+from keras_tpu_dist.programs.jaxprs import opened
 
 # They give all devices along their axes the same result. Other operations with axes, such as
 # `psum_scatter` and `ppermute`, give every device a different result, even for equal inputs.

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
+from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered

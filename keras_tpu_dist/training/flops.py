@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import plain_operations
-from keras_tpu_dist.trace.products import operations, products_of
+from keras_tpu_dist.programs.products import operations, products_of
 
 
 def forward_pass(

@@ -9,9 +9,9 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.generation import caches_in_place
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
-from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.programs.generation import caches_in_place
+from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.training.protocol import Strategy
 
 

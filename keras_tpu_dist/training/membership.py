@@ -11,13 +11,13 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.own_mesh import own_mesh
-from keras_tpu_dist.experts.exchange import exchange_tokens
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.use import note_uses
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
 from keras_tpu_dist.processes.saving import written_once
+from keras_tpu_dist.programs.experts.exchange import exchange_tokens
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.generation import Generation
 from keras_tpu_dist.training.guard import StateGuard

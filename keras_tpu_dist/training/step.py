@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
-from keras_tpu_dist.partitioner import Jitted
-from keras_tpu_dist.tables.step import step_by_rows
+from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.tables.step import step_by_rows
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 

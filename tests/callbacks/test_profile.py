@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.measured import device_events, read_profile
+from keras_tpu_dist.tools.dryrun.measured import device_events, read_profile
 
 ROWS = 16
 

@@ -8,9 +8,9 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.shell import given
-from keras_tpu_dist.shell.main import main
 from keras_tpu_dist.show.progress import listening
+from keras_tpu_dist.tools.shell import given
+from keras_tpu_dist.tools.shell.main import main
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
 

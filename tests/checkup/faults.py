@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.checkup.bench import Job, Launcher
+from keras_tpu_dist.tools.checkup.bench import Job, Launcher
 
 
 def changed(array: jax.Array, how: dict[int, Callable[[np.ndarray], np.ndarray]]) -> jax.Array:

@@ -12,9 +12,9 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from checkup.faults import FlipsABit
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import run
-from keras_tpu_dist.checkup.batch import Given
-from keras_tpu_dist.checkup.bench import Launcher
+from keras_tpu_dist.tools.checkup import run
+from keras_tpu_dist.tools.checkup.batch import Given
+from keras_tpu_dist.tools.checkup.bench import Launcher
 
 PARTS = ("products", "collectives", "random numbers", "step")
 

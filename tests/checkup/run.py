@@ -26,9 +26,9 @@ import keras  # noqa: E402
 import programs  # noqa: E402
 from options import drawn  # noqa: E402
 
-from keras_tpu_dist.checkup import run  # noqa: E402
-from keras_tpu_dist.checkup.batch import Given  # noqa: E402
-from keras_tpu_dist.checkup.report import Check  # noqa: E402
+from keras_tpu_dist.tools.checkup import run  # noqa: E402
+from keras_tpu_dist.tools.checkup.batch import Given  # noqa: E402
+from keras_tpu_dist.tools.checkup.report import Check  # noqa: E402
 
 MESHES = ("8", "4x2", "2x2x2")
 FLOATX = ("float32", "float64", "bfloat16", "float16")

@@ -7,14 +7,14 @@ import keras
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import timing
-from keras_tpu_dist.checkup.batch import Given
-from keras_tpu_dist.checkup.bench import Bench, Launcher
-from keras_tpu_dist.checkup.report import Check, CheckPart
-from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.checkup import timing
+from keras_tpu_dist.tools.checkup.batch import Given
+from keras_tpu_dist.tools.checkup.bench import Bench, Launcher
+from keras_tpu_dist.tools.checkup.report import Check, CheckPart
+from keras_tpu_dist.tools.dryrun.report import estimate
+from keras_tpu_dist.tools.shell.main import main
 from tests.dryrun.made import made_run
 
 FIGURES = {
@@ -83,8 +83,8 @@ def test_the_shell_writes_a_calibration(tmp_path, monkeypatch, capsys):
     assert "A calibration needs checks of one kind of TPU." in capsys.readouterr().err
     assert main(["check", "--calibration", str(tmp_path / "no" / "v5e.json")]) == 2
     assert "folder that exists" in capsys.readouterr().err
-    monkeypatch.setattr("keras_tpu_dist.shell.commands.chip_of", lambda kinds: None)
-    monkeypatch.setattr("keras_tpu_dist.checkup.run.run_check", lambda *args: made_check())
+    monkeypatch.setattr("keras_tpu_dist.tools.shell.commands.chip_of", lambda kinds: None)
+    monkeypatch.setattr("keras_tpu_dist.tools.checkup.run.run_check", lambda *args: made_check())
     assert main(words) == 0
     assert json.loads((tmp_path / "v5e.json").read_text())["hbm_bandwidth"] == 7e11
 

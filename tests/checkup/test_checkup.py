@@ -27,14 +27,14 @@ from checkup.faults import (
 )
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import bench, bounds, products, run
-from keras_tpu_dist.checkup.aside import aside, in_float32
-from keras_tpu_dist.checkup.batch import Given
-from keras_tpu_dist.checkup.bench import Job, Launcher, odd_ones
-from keras_tpu_dist.checkup.collectives import MOVES, SUMS
-from keras_tpu_dist.checkup.repairs import programs
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.partitioner.table import FAULTS
+from keras_tpu_dist.programs.partitioner.table import FAULTS
+from keras_tpu_dist.tools.checkup import bench, bounds, products, run
+from keras_tpu_dist.tools.checkup.aside import aside, in_float32
+from keras_tpu_dist.tools.checkup.batch import Given
+from keras_tpu_dist.tools.checkup.bench import Job, Launcher, odd_ones
+from keras_tpu_dist.tools.checkup.collectives import MOVES, SUMS
+from keras_tpu_dist.tools.checkup.repairs import programs
 
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
 

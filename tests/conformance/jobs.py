@@ -25,7 +25,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.hardware.mesh import checked_data_axes
 from keras_tpu_dist.input.batches import BatchPlacer
-from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner import Jitted
 
 MESHES: dict[str, dict[str, int]] = {
     "8": {"data": 8},

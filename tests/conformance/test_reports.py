@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_tpu_dist.partitioner.table import FAULTS
+from keras_tpu_dist.programs.partitioner.table import FAULTS
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "xla_partitioner.md").read_text()
 _SECTIONS = re.split(r"^## ", _PAGE, flags=re.MULTILINE)

@@ -28,10 +28,10 @@ def one(name: str, repaired: bool) -> str:
     import numpy as np
     import tpu_programs
 
-    from keras_tpu_dist.checkup import repairs
-    from keras_tpu_dist.checkup.bounds import gap
     from keras_tpu_dist.hardware.libtpu import libtpu_environment
-    from keras_tpu_dist.partitioner import Jitted
+    from keras_tpu_dist.programs.partitioner import Jitted
+    from keras_tpu_dist.tools.checkup import repairs
+    from keras_tpu_dist.tools.checkup.bounds import gap
 
     os.environ.update(libtpu_environment())
     case = repairs._CASES[name](8)
@@ -74,7 +74,7 @@ def main() -> None:
         print(one(arguments.one, arguments.repaired))
         return
     from keras_tpu_dist.hardware.versions import libtpu_version, version_text
-    from keras_tpu_dist.partitioner.table import FAULTS
+    from keras_tpu_dist.programs.partitioner.table import FAULTS
 
     version = version_text(libtpu_version())
     print(f"| fault | libtpu {version}, {arguments.chip} | repaired |", "|---|---|---|", sep="\n")

@@ -15,10 +15,10 @@ from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES
-from keras_tpu_dist.hlo.parse import parse
-from keras_tpu_dist.partitioner import Jitted
-from keras_tpu_dist.replay.rewrite import runnable
-from keras_tpu_dist.replay.run import ROUNDING_PASSES
+from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.tools.hlo.parse import parse
+from keras_tpu_dist.tools.replay.rewrite import runnable
+from keras_tpu_dist.tools.replay.run import ROUNDING_PASSES
 
 CHIP = os.environ.get("KTD_CHIP", "v5e")
 _ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]

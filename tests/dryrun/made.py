@@ -1,14 +1,14 @@
 """Dry runs of no compiler, to draw: numbers by hand, and names that would break a page."""
 
-from keras_tpu_dist.dryrun.build import StateBytes
-from keras_tpu_dist.dryrun.report import DryRun, estimate
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
-from keras_tpu_dist.hlo.analysis import Buffer, LayerCost, ProgramCost
-from keras_tpu_dist.hlo.collectives import Collective
-from keras_tpu_dist.searches.candidates import Candidate
-from keras_tpu_dist.searches.ranking import Ranking, Tried
+from keras_tpu_dist.tools.dryrun.build import StateBytes
+from keras_tpu_dist.tools.dryrun.report import DryRun, estimate
+from keras_tpu_dist.tools.hlo.analysis import Buffer, LayerCost, ProgramCost
+from keras_tpu_dist.tools.hlo.collectives import Collective
+from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=alert(1)>"
 

@@ -10,10 +10,10 @@ import keras
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun import compile as dryrun_compile
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.dryrun.cache import Cache, key_of, without_source_lines
-from keras_tpu_dist.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.cache import Cache, key_of, without_source_lines
+from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 
 L = keras.layers
 MESH = {"data": 8}

@@ -7,14 +7,14 @@ import keras
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.diff import diff
-from keras_tpu_dist.dryrun.measured import MeasuredSteps
-from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.calibration import Calibration, published
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.searches.candidates import Candidate
-from keras_tpu_dist.searches.ranking import Ranking, Tried
 from keras_tpu_dist.show.text import duration_text, span_text
+from keras_tpu_dist.tools.dryrun.diff import diff
+from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps
+from keras_tpu_dist.tools.dryrun.report import estimate
+from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
 from tests.dryrun.made import EVIL, made_run
 
 # What `python benchmarks/dry_run.py` printed, docs/numbers.md: the step of quick, and of exact.

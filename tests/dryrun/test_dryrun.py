@@ -15,19 +15,19 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.dryrun import compile as dryrun_compile
-from keras_tpu_dist.dryrun import run as dryrun
-from keras_tpu_dist.dryrun import worker as dryrun_worker
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.dryrun.diff import diff
-from keras_tpu_dist.dryrun.run import dry_run
-from keras_tpu_dist.hlo import parse
-from keras_tpu_dist.searches import compare as comparison
-from keras_tpu_dist.searches import largest_batch as largest_batch_module
-from keras_tpu_dist.searches.compare import compare
-from keras_tpu_dist.searches.largest_batch import largest_batch
-from keras_tpu_dist.shell.main import main
 from keras_tpu_dist.show.progress import listening, stages
+from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
+from keras_tpu_dist.tools.dryrun import run as dryrun
+from keras_tpu_dist.tools.dryrun import worker as dryrun_worker
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.diff import diff
+from keras_tpu_dist.tools.dryrun.run import dry_run
+from keras_tpu_dist.tools.hlo import parse
+from keras_tpu_dist.tools.searches import compare as comparison
+from keras_tpu_dist.tools.searches import largest_batch as largest_batch_module
+from keras_tpu_dist.tools.searches.compare import compare
+from keras_tpu_dist.tools.searches.largest_batch import largest_batch
+from keras_tpu_dist.tools.shell.main import main
 from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.step import jitted_step
 
@@ -89,7 +89,7 @@ def test_billions_of_parameters_take_no_memory():
     code = """
 import resource
 import keras_tpu_dist as ktd, keras
-from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.build import lower
 def build():
     layers = [keras.layers.Dense(2**16, name=f"d{i}") for i in range(2)]
     model = keras.Sequential([keras.Input((2**16,)), *layers])

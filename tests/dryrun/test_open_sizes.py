@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun import run as dryrun
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.searches import largest_batch as largest_batch_module
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.dryrun import run as dryrun
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.searches import largest_batch as largest_batch_module
+from keras_tpu_dist.tools.shell.main import main
 
 ROWS = 8
 

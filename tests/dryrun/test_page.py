@@ -6,12 +6,12 @@ import pytest
 from dryrun.made import EVIL, made_comparison, made_run
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.report import kinds_of_memory
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.chart import Point, scatter_svg
 from keras_tpu_dist.show.torus import MOST_CHIPS, shown_sides, torus_svg
+from keras_tpu_dist.tools.dryrun.report import kinds_of_memory
 
 GIB = 2**30
 

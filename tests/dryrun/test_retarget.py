@@ -10,9 +10,9 @@ import pytest
 from helpers import assert_close, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun import run as dryrun
-from keras_tpu_dist.dryrun.build import lower
 from keras_tpu_dist.layout.lint import Finding
+from keras_tpu_dist.tools.dryrun import run as dryrun
+from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.training.options import Options
 
 

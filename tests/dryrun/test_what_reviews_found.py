@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.compile import is_about_hbm
-from keras_tpu_dist.dryrun.run import dry_run
-from keras_tpu_dist.searches.compare import compare
-from keras_tpu_dist.searches.largest_batch import largest_batch
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.dryrun.compile import is_about_hbm
+from keras_tpu_dist.tools.dryrun.run import dry_run
+from keras_tpu_dist.tools.searches.compare import compare
+from keras_tpu_dist.tools.searches.largest_batch import largest_batch
+from keras_tpu_dist.tools.shell.main import main
 from keras_tpu_dist.training.flops import count_tokens
 
 L = keras.layers

@@ -10,7 +10,7 @@ from helpers import assert_close, built
 from jax import lax
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.experts import routed
+from keras_tpu_dist.programs.experts import routed
 
 MESHES = {
     "data8": ({"data": 8}, None, {}),

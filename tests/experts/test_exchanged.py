@@ -10,8 +10,8 @@ from helpers import assert_close, built
 from keras import ops
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.experts import exchange
 from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.programs.experts import exchange
 
 L = keras.layers
 COUNT, WIDTH, HIDDEN, TIME = 8, 6, 64, 16

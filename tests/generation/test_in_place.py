@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as some
 
-from keras_tpu_dist.generation import caches_in_place
+from keras_tpu_dist.programs.generation import caches_in_place
 
 ROUNDS = 4
 

@@ -10,8 +10,8 @@ import pytest
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once, phases, recorder, records
 from keras_tpu_dist.common.phases import BUILD, INPUT, OTHER, REPLAY, START, TRAIN, VALIDATE
-from keras_tpu_dist.goodput.report import IDLE, _time_text, goodput_of
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.goodput.report import IDLE, _time_text, goodput_of
+from keras_tpu_dist.tools.shell.main import main
 
 X = np.random.default_rng(0).normal(size=(45, 4)).astype("float32")
 

@@ -90,13 +90,13 @@ def test_import_starts_no_backend_and_no_optional_package():
 def test_what_a_fit_does_not_need_is_loaded_when_asked_for():
     done = _python(
         "import sys, keras_tpu_dist as ktd;"
-        "rooms = [f'keras_tpu_dist.{name}' for name in "
-        "('hlo', 'dryrun.run', 'checkpoint', 'callbacks', 'layout.pictures')];"
-        "print([room for room in rooms if room in sys.modules], ktd.callbacks.Checkpoint.__name__,"
+        "names = [f'keras_tpu_dist.{name}' for name in "
+        "('tools.hlo', 'tools.dryrun.run', 'checkpoint', 'callbacks', 'layout.pictures')];"
+        "print([name for name in names if name in sys.modules], ktd.callbacks.Checkpoint.__name__,"
         "ktd.dry_run.__module__, 'restore' in dir(ktd));"
         "from keras_tpu_dist import compare, nothing"
     )
-    assert done.stdout.strip() == "[] Checkpoint keras_tpu_dist.dryrun.run True", done.stderr
+    assert done.stdout.strip() == "[] Checkpoint keras_tpu_dist.tools.dryrun.run True", done.stderr
     assert "cannot import name 'nothing' from 'keras_tpu_dist'" in done.stderr
 
 

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from keras_tpu_dist import hlo
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo.wire import bandwidth_of, seconds_of, seconds_per_byte, sent_bytes
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.hlo.wire import bandwidth_of, seconds_of, seconds_per_byte, sent_bytes
 
 LINK = 50e9  # bytes a second of one v5e link, in one direction
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_tpu_dist import hlo
 from keras_tpu_dist.attention import kernel
 from keras_tpu_dist.common.scopes import RARE_LOOP
 from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo import collectives, cost, layers, loops
-from keras_tpu_dist.hlo.parse import Shape, parse, shapes_of
-from keras_tpu_dist.hlo.wire import bandwidth_of, seconds_of, sent_bytes
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.hlo import collectives, cost, layers, loops
+from keras_tpu_dist.tools.hlo.parse import Shape, parse, shapes_of
+from keras_tpu_dist.tools.hlo.wire import bandwidth_of, seconds_of, sent_bytes
 
 
 def _text(function, *arguments):

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import updates
-from keras_tpu_dist import hlo
 from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo import silent, traffic
-from keras_tpu_dist.hlo.parse import parse, shapes_of
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.hlo import silent, traffic
+from keras_tpu_dist.tools.hlo.parse import parse, shapes_of
 
 TILED = "{1,0:T(8,128)}"
 TABLE = f"f32[1048576,128]{TILED}"

@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 
-from keras_tpu_dist import hlo
-from keras_tpu_dist.hlo.wire import Wire
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.hlo.wire import Wire
 from keras_tpu_dist.training import loop
 
 

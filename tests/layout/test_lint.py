@@ -10,7 +10,7 @@ from helpers import built, mlp
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.annotations import replicate, split
 from keras_tpu_dist.layout.rules import LayoutRules
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.shell.main import main
 
 MESH = {"data": 4, "model": 2}
 

@@ -9,8 +9,8 @@ from helpers import assert_close, built, mlp
 from programs import KINDS, collectives, compiled, program
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.hlo.collectives import replica_groups
 from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.tools.hlo.collectives import replica_groups
 
 L = keras.layers
 

@@ -15,10 +15,10 @@ from keras import ops, quantizers
 from programs import compiled, program
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import hlo
-from keras_tpu_dist.hlo.wire import Wire
 from keras_tpu_dist.layout.planner import Planner
 from keras_tpu_dist.layout.unpaired import unpaired
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.hlo.wire import Wire
 
 L = keras.layers
 slow = pytest.mark.slow

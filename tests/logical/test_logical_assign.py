@@ -11,8 +11,8 @@ from helpers import assert_close, built, largest_difference, results, through_co
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.layout.annotations import annotation_of, split
+from keras_tpu_dist.tools.hlo.parse import parse
 from keras_tpu_dist.training.step import jitted_step
 
 L = keras.layers

@@ -7,10 +7,10 @@ import pytest
 from helpers import through_conditionals
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import hlo
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.dryrun.compile import compile_lowered
-from keras_tpu_dist.hlo.parse import parse
+from keras_tpu_dist.tools import hlo
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.hlo.parse import parse
 
 pytestmark = [
     pytest.mark.tpu_compiler,

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner import Jitted
 
 TIME, IMAGE = ("NWC", "WIO", "NWC"), ("NHWC", "HWIO", "NHWC")
 # By name: shapes of the kernel, of the scale of one row, and of the head's rows; the convolution.

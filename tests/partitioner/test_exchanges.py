@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE, exchanged_in_branches
+from keras_tpu_dist.programs.partitioner.exchanges import ONE_DEVICE, exchanged_in_branches
 
 SIZES = {"data": 4, "model": 2}
 PROGRAM = """HloModule jit_train_step
@@ -78,7 +78,7 @@ def test_what_would_hang_is_refused_before_it_is_launched(monkeypatch):
         layer = ktd.assign(keras.layers.Dense(2), 1)
         layer.build((None, 3))
         model = keras.Sequential([keras.Input((3,)), layer])
-    ours = "keras_tpu_dist.partitioner.exchanges.exchanged_in_branches"
+    ours = "keras_tpu_dist.programs.partitioner.exchanges.exchanged_in_branches"
     read: list[str] = []
 
     def seen(text, sizes, taken):

@@ -9,9 +9,9 @@ from jax.experimental.sparse import BCOO
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.partitioner import Jitted
-from keras_tpu_dist.partitioner.jit import axes_of
-from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner.jit import axes_of
+from keras_tpu_dist.programs.partitioner.spread import Spread
 
 MESH = {"data": 2, "model": 4}
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
-from keras_tpu_dist.partitioner import Jitted, rewrite
-from keras_tpu_dist.partitioner.spread import Spread
-from keras_tpu_dist.partitioner.table import FAULTS, by_operation
+from keras_tpu_dist.programs.partitioner import Jitted, rewrite
+from keras_tpu_dist.programs.partitioner.spread import Spread
+from keras_tpu_dist.programs.partitioner.table import FAULTS, by_operation
 from keras_tpu_dist.training import loop
 
 MESHES = [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 2, "fsdp": 2, "model": 2}]
@@ -621,7 +621,7 @@ def test_the_tpu_compilers_program_sums_over_the_devices_that_have_rows(case, ro
 
 
 def test_partition_spec_of_a_free_dimension():
-    from keras_tpu_dist.partitioner.places import constrained
+    from keras_tpu_dist.programs.partitioner.places import constrained
 
     strategy = ktd.TPUStrategy(MESHES[0])
     split = jax.device_put(np.ones((8, 4)), strategy.placer.sharding(0))

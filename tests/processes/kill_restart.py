@@ -84,7 +84,7 @@ def differs(result, expected):
 
 def goodput_differs(folder, ended):
     """What is wrong with the file of the run, or nothing; and the share that trained."""
-    from keras_tpu_dist.goodput.report import goodput_of
+    from keras_tpu_dist.tools.goodput.report import goodput_of
 
     report = goodput_of(folder / "goodput.jsonl")
     first = json.loads((folder / "goodput.jsonl").read_text().splitlines()[0])["at"]

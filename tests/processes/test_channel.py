@@ -17,7 +17,6 @@ import pytest
 from coordinator import Counting, Store
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.processes.channel import (
     ENDED,
     FAILED,
@@ -30,7 +29,8 @@ from keras_tpu_dist.processes.channel import (
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.launcher.launch import launch
+from keras_tpu_dist.tools.shell.main import main
 
 
 def said_by(words, why_not=lambda missing, waited_s: None, calls=1):

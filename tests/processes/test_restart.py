@@ -10,9 +10,9 @@ import time
 import pytest
 
 from keras_tpu_dist.common import launched, phases
-from keras_tpu_dist.launcher.launch import launch
-from keras_tpu_dist.launcher.output import Folded, Reader
-from keras_tpu_dist.launcher.restart import Restarts
+from keras_tpu_dist.tools.launcher.launch import launch
+from keras_tpu_dist.tools.launcher.output import Folded, Reader
+from keras_tpu_dist.tools.launcher.restart import Restarts
 
 # Does in each start what the argument says. A process writes its step and its error where
 # `initialize` would, which takes seconds to import.
@@ -107,7 +107,7 @@ def test_an_exit_code_that_comes_again_ends_the_run_and_a_kill_does_not(started)
 def test_the_wait_doubles_until_a_step_is_made(started, monkeypatch):
     waits = []
     monkeypatch.setattr(
-        "keras_tpu_dist.launcher.restart.time.sleep",
+        "keras_tpu_dist.tools.launcher.restart.time.sleep",
         lambda s, real=time.sleep: (waits.append(s), real(0))[1],
     )
     # The launcher's own looks sleep by the same function.

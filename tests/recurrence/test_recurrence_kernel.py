@@ -26,12 +26,12 @@ from test_recurrence import weights_for as weights_of_case
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import recurrence as rec
-from keras_tpu_dist.dryrun.build import lower
-from keras_tpu_dist.dryrun.compile import compile_lowered
-from keras_tpu_dist.hlo.kernels import is_kernel
-from keras_tpu_dist.hlo.loops import executions
-from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.layers.recurrent import FastRecurrence
+from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.hlo.kernels import is_kernel
+from keras_tpu_dist.tools.hlo.loops import executions
+from keras_tpu_dist.tools.hlo.parse import parse
 
 KERNEL = rec.Kernel(interpret=True)
 ON_TPU = {"kernel": KERNEL, "product": rec.Product(sum_by_product=True)}

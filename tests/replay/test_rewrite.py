@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas
-from keras_tpu_dist.hlo.parse import parse
-from keras_tpu_dist.replay import CannotRun, rewrite
-from keras_tpu_dist.replay.rewrite import runnable
+from keras_tpu_dist.tools.hlo.parse import parse
+from keras_tpu_dist.tools.replay import CannotRun, rewrite
+from keras_tpu_dist.tools.replay.rewrite import runnable
 
 
 def ran(text, arguments, number=1, **options):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.hardware.versions import TPU_FAULTS, libtpu_version
-from keras_tpu_dist.replay import report
-from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.tools.dryrun.compile import has_libtpu
+from keras_tpu_dist.tools.replay import report
+from keras_tpu_dist.tools.shell.main import main
 
 pytestmark = [
     pytest.mark.tpu_compiler,

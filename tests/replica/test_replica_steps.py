@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner import Jitted
 
 DYNAMIC = ktd.RunOptions(dynamic_batch=True)
 KINDS = ("sum", "mean", "only_first_replica", "none")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.searches.activations import BATCH, HeldArray, buffers_of, peak_bytes
+from keras_tpu_dist.tools.searches.activations import BATCH, HeldArray, buffers_of, peak_bytes
 
 ROWS, WIDTH, HIDDEN = 16, 256, 1024
 KERNEL = jnp.zeros((WIDTH, HIDDEN))

@@ -11,11 +11,11 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo import Wire, seconds_over
-from keras_tpu_dist.searches.activations import peak_bytes
-from keras_tpu_dist.searches.candidates import Candidate, candidates
-from keras_tpu_dist.searches.facts import describing
-from keras_tpu_dist.searches.forecast import (
+from keras_tpu_dist.tools.hlo import Wire, seconds_over
+from keras_tpu_dist.tools.searches.activations import peak_bytes
+from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
+from keras_tpu_dist.tools.searches.facts import describing
+from keras_tpu_dist.tools.searches.forecast import (
     Ground,
     Placed,
     forecast,

@@ -13,15 +13,15 @@ import pytest
 from helpers import assert_close, built
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun import run as dryrun
-from keras_tpu_dist.dryrun import worker
-from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.searches import parallel
-from keras_tpu_dist.searches import search as searching
-from keras_tpu_dist.searches.candidates import Candidate, candidates
-from keras_tpu_dist.searches.forecast import Forecast
-from keras_tpu_dist.searches.ranking import Tried, rank
+from keras_tpu_dist.tools.dryrun import run as dryrun
+from keras_tpu_dist.tools.dryrun import worker
+from keras_tpu_dist.tools.dryrun.compile import has_libtpu
+from keras_tpu_dist.tools.searches import parallel
+from keras_tpu_dist.tools.searches import search as searching
+from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
+from keras_tpu_dist.tools.searches.forecast import Forecast
+from keras_tpu_dist.tools.searches.ranking import Tried, rank
 
 L = keras.layers
 

@@ -7,9 +7,9 @@ import pytest
 from dryrun.made import made_comparison, made_run
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.searches.candidates import Candidate, candidates
-from keras_tpu_dist.searches.forecast import Forecast
-from keras_tpu_dist.searches.ranking import Ranking, Tried
+from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
+from keras_tpu_dist.tools.searches.forecast import Forecast
+from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
 
 
 def ranking(topology, step_s, rows=1024, fits=True):

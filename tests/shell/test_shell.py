@@ -15,20 +15,20 @@ from dryrun.made import made_comparison, made_run
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import run as checking
-from keras_tpu_dist.dryrun.compile import has_libtpu
-from keras_tpu_dist.searches import compare as comparison
-from keras_tpu_dist.searches import largest_batch as largest
-from keras_tpu_dist.searches import search as searching
-from keras_tpu_dist.searches.largest_batch import LargestBatch
-from keras_tpu_dist.shell import light
-from keras_tpu_dist.shell.commands import COMMANDS, _write_whole
-from keras_tpu_dist.shell.main import main
-from keras_tpu_dist.shell.parser import parser_of
+from keras_tpu_dist.tools.checkup import run as checking
+from keras_tpu_dist.tools.dryrun.compile import has_libtpu
+from keras_tpu_dist.tools.searches import compare as comparison
+from keras_tpu_dist.tools.searches import largest_batch as largest
+from keras_tpu_dist.tools.searches import search as searching
+from keras_tpu_dist.tools.searches.largest_batch import LargestBatch
+from keras_tpu_dist.tools.shell import light
+from keras_tpu_dist.tools.shell.commands import COMMANDS, _write_whole
+from keras_tpu_dist.tools.shell.main import main
+from keras_tpu_dist.tools.shell.parser import parser_of
 
 ROOT = pathlib.Path(ktd.__file__).parents[1]
 # Starts the command as the script that pip installs does.
-SCRIPT = "import sys; sys.argv[0] = 'ktd'; from keras_tpu_dist.shell.main import main; "
+SCRIPT = "import sys; sys.argv[0] = 'ktd'; from keras_tpu_dist.tools.shell.main import main; "
 MODEL = """
 import keras, keras_tpu_dist as ktd
 def build():
@@ -112,7 +112,7 @@ def test_words_alone_import_no_keras(words, as_module):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if words == ["serach"] else 0)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "keras_tpu_dist.shell.parser" in imported
+    assert "keras_tpu_dist.tools.shell.parser" in imported
     assert not imported & {"jax", "keras", "numpy", "rich"}
 
 

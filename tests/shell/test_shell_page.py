@@ -12,8 +12,8 @@ import shlex
 import pytest
 from shell.test_shell import ran
 
-from keras_tpu_dist.dryrun.compile import has_libtpu
-from keras_tpu_dist.shell.commands import COMMANDS
+from keras_tpu_dist.tools.dryrun.compile import has_libtpu
+from keras_tpu_dist.tools.shell.commands import COMMANDS
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "shell.md"
 COMPILING = {"search", "compare", "largest-batch", "dry-run", "verify"}

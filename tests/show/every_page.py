@@ -5,15 +5,15 @@ import dataclasses
 from dryrun.made import made_comparison, made_run
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup.report import FAST, RIGHT, Check, CheckPart, Problem
-from keras_tpu_dist.dryrun.measured import Beside, Comparison, MeasuredSteps
-from keras_tpu_dist.goodput.report import WORDS, GoodputReport, StartOfRun
 from keras_tpu_dist.layout.lint import Finding, LintReport
-from keras_tpu_dist.searches.candidates import Candidate
-from keras_tpu_dist.searches.largest_batch import LargestBatch
-from keras_tpu_dist.searches.ranking import Ranking, Tried
-from keras_tpu_dist.searches.slices import SliceRanking
 from keras_tpu_dist.show.pictures import Piece, TensorPicture
+from keras_tpu_dist.tools.checkup.report import FAST, RIGHT, Check, CheckPart, Problem
+from keras_tpu_dist.tools.dryrun.measured import Beside, Comparison, MeasuredSteps
+from keras_tpu_dist.tools.goodput.report import WORDS, GoodputReport, StartOfRun
+from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.largest_batch import LargestBatch
+from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
+from keras_tpu_dist.tools.searches.slices import SliceRanking
 
 LONG = "a_model_within_a_model/" * 6 + "kernel"
 SOLID = "x" * 150

@@ -16,9 +16,9 @@ from drawing import Program
 from keras import ops
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.tables import step as tables_step
-from keras_tpu_dist.tables import width
-from keras_tpu_dist.tables.step import uses
+from keras_tpu_dist.programs.tables import step as tables_step
+from keras_tpu_dist.programs.tables import width
+from keras_tpu_dist.programs.tables.step import uses
 
 L = keras.layers
 ROWS, EPOCHS = 64, 2

@@ -10,9 +10,9 @@ from keras import ops
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
-from keras_tpu_dist.tables import exchange
-from keras_tpu_dist.tables import step as tables_step
-from keras_tpu_dist.tables.step import uses
+from keras_tpu_dist.programs.tables import exchange
+from keras_tpu_dist.programs.tables import step as tables_step
+from keras_tpu_dist.programs.tables.step import uses
 
 L = keras.layers
 ROWS, WIDTH, IDS, STEPS, BATCH = 64, 8, 3, 3, 13

@@ -23,10 +23,10 @@ from test_by_rows import (
 )
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.tables import step as tables_step
-from keras_tpu_dist.tables import width
-from keras_tpu_dist.tables.exchange import TableSplit
-from keras_tpu_dist.tables.step import BY_WIDTH, uses
+from keras_tpu_dist.programs.tables import step as tables_step
+from keras_tpu_dist.programs.tables import width
+from keras_tpu_dist.programs.tables.exchange import TableSplit
+from keras_tpu_dist.programs.tables.step import BY_WIDTH, uses
 
 L = keras.layers
 BY_BATCH = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.tables import exchange
-from keras_tpu_dist.tables.exchange import NOBODY, Lookups, TableSplit, Updates, unique
+from keras_tpu_dist.programs.tables import exchange
+from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, TableSplit, Updates, unique
 
 ROWS, WIDTH, IDS = 64, 8, 48
 # Mesh, and the axes of rows, columns and ids.

@@ -11,7 +11,7 @@ from helpers import assert_close
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import run
+from keras_tpu_dist.tools.checkup import run
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
 RNG = np.random.default_rng(0)

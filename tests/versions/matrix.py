@@ -109,7 +109,7 @@ def of_replica_code(topology):
     import numpy as np
 
     import keras_tpu_dist as ktd
-    from keras_tpu_dist import hlo
+    from keras_tpu_dist.tools import hlo
 
     devices = ktd.Topology.parse(topology).num_devices
     strategy = ktd.TPUStrategy({"data": devices}, devices=jax.devices()[:devices])

@@ -1,0 +1,274 @@
+"""Sends tokens to experts that are split over the data axes.
+
+If a layer assigns tokens to experts by products with one-hot tensors, as GShard does, some values
+have both a dimension of experts and rows of the batch. One mesh axis can split only one of the two.
+By default the compiler keeps the rows split and gathers every expert's kernel. Here these values
+are split by rows until the first product with experts' kernels, by experts until the last one, and
+then by rows again. The compiler changes the layout by an all-to-all. If there are so many tokens
+that gathering the kernels takes less time, the program does not change.
+
+References:
+    - https://arxiv.org/abs/2006.16668
+"""
+
+import contextvars
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.setting import setting
+from keras_tpu_dist.programs.dimensions import Dimensions, dimensions
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, graph_of
+from keras_tpu_dist.programs.partitioner.places import constrained, in_compiled_code
+
+# The layers whose call is being traced, by their ids.
+_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "exchanged", default=frozenset()
+)
+# (experts, features, units)
+_RANK = 3
+# How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
+# byte of kernels twice and to sum it up. In the TPU compiler's estimates, the choice takes at most
+# 6 % longer than the other one (`python benchmarks/experts.py sizes`). No factor does better there:
+# the first and the last row have the same ratio of bytes, and opposite ways are the faster ones.
+_EXCHANGE_FACTOR = 2
+
+
+def exchange_tokens(
+    model: Any, axes_of: Callable[[Any], Sequence], data_axes: Sequence[str]
+) -> None:
+    """Exchanges tokens in the layers of a model whose experts are split over the data axes.
+
+    Args:
+        model: A built model whose step has not been traced yet.
+        axes_of: A function from a variable to its layout, one entry per dimension.
+        data_axes: The mesh axes that split the batch.
+    """
+    for layer in _keras.flatten_layers(model):
+        for kernel in _kernels(layer):
+            first = (*axes_of(kernel), None)[0]
+            if set(entry_names(first)) & set(data_axes):
+                _keras.route_calls(type(layer), _around)
+
+
+def _kernels(layer: Any) -> list:
+    """The layer's own weights that may be kernels of experts."""
+    found = [v for v in _keras.own_variables(layer) if v.trainable and len(v.shape) >= _RANK]
+    return found if len(found) > 1 else []
+
+
+def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps the call of a layer class; some of its layers have experts over the data axes."""
+    running, strategy = _tracing.get(), _keras.active_strategy()
+    if (
+        strategy is None
+        or id(layer) in running
+        or _keras.in_symbolic_scope()
+        or not in_compiled_code()
+        or jax.sharding.get_abstract_mesh().manual_axes
+    ):
+        return stock(*args, **kwargs)
+    axes = exchange_axes(layer, strategy)
+    if not axes:
+        return stock(*args, **kwargs)
+
+    def exchanged(jaxpr: Any, inputs: list) -> list:
+        exchange = _Exchange(graph_of(jaxpr), strategy.mesh, tuple(strategy.data_axes), axes)
+        if exchange.is_by_expert and exchange.is_shorter():
+            return exchange.evaluate(inputs)
+        return core.jaxpr_as_fun(jaxpr)(*inputs)
+
+    with setting(_tracing, running | {id(layer)}):
+        return _keras.computed_otherwise(stock, layer, args, kwargs, exchanged)
+
+
+def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
+    """The axes that split the experts of a layer's kernels, by the id of the kernel's array.
+
+    Only kernels for which these include a data axis.
+
+    Args:
+        layer: A layer.
+        strategy: The strategy that its model runs under.
+    """
+    found = {}
+    for kernel in _kernels(layer):
+        layout = _keras.variable_layout(kernel)
+        if isinstance(layout, NamedSharding) and layout.spec:
+            names = entry_names(layout.spec[0])
+            if set(names) & set(strategy.data_axes):
+                found[id(_keras.full_precision(kernel))] = names
+    return found
+
+
+def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
+    """Whether exchanging tokens takes less time than gathering kernels.
+
+    Args:
+        tokens_bytes: Bytes that each device sends to experts, and gets back.
+        kernels_bytes: Bytes of all experts' kernels.
+    """
+    return _EXCHANGE_FACTOR * tokens_bytes < kernels_bytes
+
+
+class _Exchange:
+    """Decides which values of a program are split by rows, and which by experts.
+
+    Args:
+        graph: The program.
+        mesh: The mesh.
+        rows: The axes that split the batch.
+        kernels: From the id of a kernel's array to the axes that split its experts.
+
+    Attributes:
+        products: For each product with kernels of experts, the number of the operand with the
+            kernels and the axes that split them.
+        is_by_expert: Whether all kernels multiply tokens by expert; `False` if every expert
+            computes every token.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        rows: tuple[str, ...],
+        kernels: Mapping[int, tuple[str, ...]],
+    ):
+        self._graph, self._mesh, self._rows = graph, mesh, rows
+        self.products: dict[Equation, tuple[int, tuple[str, ...]]] = {}
+        # For each value its dimension of experts, and that of rows. For each value of a kernel its
+        # dimension of experts, and the kernel.
+        self._experts: dict[int, int] = {}
+        self._by_rows: dict[int, int] = {}
+        self._kernels: dict[int, tuple[int, int]] = {}
+        self._axes, met = kernels, set()
+        # Other axes that split experts, as tensor parallelism does, split them throughout.
+        every = dict.fromkeys(name for axes in kernels.values() for name in axes)
+        self._stay = tuple(name for name in every if name not in rows)
+        first = next((v for v in graph.inputs if v.shape), None)
+        for value in graph.inputs:
+            if first is not None and value.shape[:1] == first.shape[:1]:
+                self._by_rows[id(value)] = 0
+        for operation in graph.operations:
+            for operand in operation.operands:
+                if operand.constant is not None and id(operand.constant) in kernels:
+                    self._kernels[id(operand)] = 0, id(operand.constant)
+            self._read(operation, met)
+        self.is_by_expert = met == set(kernels)
+
+    def _read(self, operation: Equation, met: set[int]) -> None:
+        found = dimensions(operation.equation)
+        if found is None:
+            return
+        ways = axis_size(self._mesh, self._rows)
+        if operation.name == "dot_general" and self._is_product(operation, found, met):
+            return
+        for each in found.mapped:
+            operand, result = operation.operands[each.operand], operation.results[each.result]
+            if self._by_rows.get(id(operand)) == each.dimension and each.parts % ways == 0:
+                self._by_rows.setdefault(id(result), each.to)
+            whole = each.parts == result.shape[each.to]
+            if self._experts.get(id(operand)) == each.dimension and whole:
+                self._experts.setdefault(id(result), each.to)
+            dim, kernel = self._kernels.get(id(operand), (None, 0))
+            if len(operation.operands) == 1 and dim == each.dimension and whole:
+                self._kernels[id(result)] = each.to, kernel
+
+    def _is_product(self, operation: Equation, found: Dimensions, met: set[int]) -> bool:
+        """Records a product of tokens and kernels that is batched over experts."""
+        _, shared = operation.equation.params["dimension_numbers"]
+        for side, operand in enumerate(operation.operands):
+            dim, kernel = self._kernels.get(id(operand), (None, 0))
+            other, result = operation.operands[1 - side], operation.results[0]
+            if dim not in shared[side] or id(other) in self._kernels:
+                continue
+            place = list(shared[side]).index(dim)
+            self.products[operation] = side, self._axes[kernel]
+            met.add(kernel)
+            # Batch dimensions come first in the result.
+            self._experts[id(result)] = place
+            rows = self._by_rows.get(id(other))
+            for each in found.mapped:
+                if each.operand != side and each.dimension == rows:
+                    self._by_rows[id(result)] = each.to
+            return True
+        return False
+
+    def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
+        """Computes the program's outputs.
+
+        Args:
+            inputs: Arrays.
+        """
+        return self._graph.evaluate(inputs, {}, self._run)
+
+    def is_shorter(self) -> bool:
+        """Whether exchanging the tokens takes less time than gathering the kernels."""
+        sent: dict[int, Atom] = {}
+        kernels: dict[int, Atom] = {}
+        for operation, (side, _) in self.products.items():
+            kernel, tokens = operation.operands[side], operation.operands[1 - side]
+            kernels[id(kernel)] = kernel
+            if id(tokens) not in self._experts:
+                sent[id(tokens)] = tokens
+        for operation in self._graph.operations:
+            if not any(id(each) in self._experts for each in operation.results):
+                sent |= {id(v): v for v in operation.operands if id(v) in self._experts}
+        tokens_bytes = sum(map(_bytes, sent.values())) / axis_size(self._mesh, self._rows)
+        return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())))
+
+    def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
+        if operation not in self.products:
+            return operation.run(self._back(operation, arrays))
+        side, axes = self.products[operation]
+        tokens, kernel = operation.operands[1 - side], operation.operands[side]
+        _, shared = operation.equation.params["dimension_numbers"]
+        dim, _ = self._kernels[id(kernel)]
+        place = shared[1 - side][list(shared[side]).index(dim)]
+        rows = self._rows_of(tokens, place)
+        given = arrays[1 - side]
+        if id(tokens) not in self._experts:
+            given = self._split_rows(given, rows, place)
+        arrays[1 - side] = self._split_experts(given, rows, place, axes)
+        (result,) = operation.run(arrays)
+        place = self._experts[id(operation.results[0])]
+        rows = self._rows_of(operation.results[0], place)
+        return [self._split_experts(result, rows, place, axes)]
+
+    def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
+        """The operands; split by rows if the operation mixes experts."""
+        if any(id(each) in self._experts for each in operation.results):
+            return arrays
+        return [
+            self._split_rows(array, self._rows_of(value, place), place)
+            if (place := self._experts.get(id(value))) is not None
+            else array
+            for value, array in zip(operation.operands, arrays, strict=True)
+        ]
+
+    def _rows_of(self, value: Atom, experts: int) -> int | None:
+        """The dimension of rows; `None` if the layer is given tokens by expert."""
+        rows = self._by_rows.get(id(value))
+        return None if rows == experts else rows
+
+    def _split_rows(self, array: Any, rows: int | None, experts: int) -> Any:
+        if rows is None or array.shape[rows] % axis_size(self._mesh, self._rows):
+            return array
+        return constrained(array, self._mesh, {rows: self._rows, experts: self._stay})
+
+    def _split_experts(self, array: Any, rows: int | None, experts: int, axes: Any) -> Any:
+        dims = {experts: axes}
+        left = tuple(name for name in self._rows if name not in axes)
+        if rows is not None and array.shape[rows] % axis_size(self._mesh, left or None) == 0:
+            dims[rows] = left
+        return constrained(array, self._mesh, dims)
+
+
+def _bytes(value: Atom) -> int:
+    return math.prod(value.shape) * value.aval.dtype.itemsize

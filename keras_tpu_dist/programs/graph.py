@@ -1,0 +1,246 @@
+"""A traced program as values and operations; the programs that it calls are inlined."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from keras_tpu_dist.programs.calls import is_recomputed, program_of
+from keras_tpu_dist.programs.jaxprs import constants_of, inner_jaxprs, opened, with_inputs
+
+
+@dataclass(eq=False, repr=False)
+class Atom:
+    """A value of a program.
+
+    Attributes:
+        aval: Its shape and dtype.
+        operation: The operation that computes it, `None` for an input or a constant.
+        constant: Its array, if it is a constant or a literal.
+    """
+
+    aval: Any
+    operation: "Equation | None" = None
+    constant: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+
+@dataclass(eq=False, repr=False)
+class Equation:
+    """An equation of a program, or of one that it calls.
+
+    Attributes:
+        program: The program that the equation is of.
+        equation: The equation.
+        operands: What it reads.
+        results: What it makes.
+        within: The calls of `jax.checkpoint` that it is in, from the outermost one.
+    """
+
+    program: Any
+    equation: Any
+    operands: list[Atom]
+    results: list[Atom] = field(default_factory=list)
+    within: tuple["Equation", ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    def run(self, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list:
+        """Computes its results.
+
+        Args:
+            operands: Arrays.
+            params: Parameters of the equation to replace.
+        """
+        inputs = [core.Var(atom.aval) for atom in self.equation.invars]
+        given = {**self.equation.params, **(params or {})}
+        return self._run(self.equation.replace(invars=inputs, params=given), operands)
+
+    def run_part(self, part: Callable[[], list]) -> list:
+        """Computes values as a part of the program that is recomputed as this call is.
+
+        Args:
+            part: A function that computes them.
+        """
+        traced = jax.make_jaxpr(part)()
+        held = constants_of(traced)
+        inner = opened(with_inputs(traced, list(held)))
+        equation = self.equation.replace(
+            invars=[core.Var(each.aval) for each in inner.invars],
+            outvars=[core.Var(each.aval) for each in inner.outvars],
+            params={**self.equation.params, "jaxpr": inner},
+            effects=inner.effects,
+        )
+        return self._run(equation, list(held.values()))
+
+    def _run(self, equation: Any, operands: Sequence[Any]) -> list:
+        # Evaluated as a program, so that its operations keep the names of layers.
+        alone = self.program.replace(
+            constvars=[],
+            invars=list(equation.invars),
+            outvars=list(equation.outvars),
+            eqns=[equation],
+            effects=equation.effects,
+        )
+        return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands))
+
+
+@dataclass(eq=False, repr=False)
+class Graph:
+    """A program.
+
+    Attributes:
+        inputs: Its inputs.
+        operations: Its operations, in order.
+        outputs: Its outputs.
+    """
+
+    inputs: list[Atom]
+    operations: list[Equation]
+    outputs: list[Atom]
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any],
+        instead: Mapping[Equation, "Instead"],
+        run: Callable[[Equation, list], list] = Equation.run,
+    ) -> list[Any]:
+        """Computes the outputs, and nothing that they do not need.
+
+        Args:
+            inputs: Arrays.
+            instead: Replacements of operations.
+            run: Computes the results of an operation from its operands.
+        """
+        values = dict(zip(map(id, self.inputs), inputs, strict=True))
+        operands = {each: new.operands for each, new in instead.items()}
+        operations = self.needed(operands)
+
+        def value(of: Atom) -> Any:
+            return values[id(of)] if of.constant is None else of.constant
+
+        def compute(operations: list[Equation], depth: int) -> None:
+            for call, part in _by_call(operations, depth):
+                if call is None:
+                    (operation,) = part
+                    replaced = instead.get(operation)
+                    given = list(map(value, operands.get(operation, operation.operands)))
+                    results = replaced.compute(given) if replaced else run(operation, given)
+                    values.update(zip(map(id, operation.results), results, strict=True))
+                else:
+                    recompute(call, part, depth + 1)
+
+        def recompute(call: Equation, part: list[Equation], depth: int) -> None:
+            kept = read_outside(part)
+
+            def inner() -> list[Any]:
+                compute(part, depth)
+                return list(map(value, kept))
+
+            # What the part computes beside these is only known within it.
+            before = set(values)
+            results = call.run_part(inner)
+            for each in set(values) - before:
+                del values[each]
+            values.update(zip(map(id, kept), results, strict=True))
+
+        def read_outside(part: list[Equation]) -> list[Atom]:
+            own = set(part)
+            read = {id(each) for each in self.outputs}
+            for operation in operations:
+                if operation not in own:
+                    read |= set(map(id, operands.get(operation, operation.operands)))
+            return [each for made in part for each in made.results if id(each) in read]
+
+        compute(operations, 0)
+        return list(map(value, self.outputs))
+
+    def needed(self, instead: Mapping[Equation, Sequence[Atom]]) -> list[Equation]:
+        """The operations that the outputs need, in order.
+
+        Args:
+            instead: For replaced operations, the values that the replacement reads.
+        """
+        values, found = {id(each) for each in self.outputs}, []
+        for operation in reversed(self.operations):
+            kept = bool(operation.equation.effects)
+            if kept or any(id(each) in values for each in operation.results):
+                found.append(operation)
+                values |= {id(each) for each in instead.get(operation, operation.operands)}
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class Instead:
+    """The replacement of an operation.
+
+    Attributes:
+        operands: The values that it reads.
+        compute: A function from their arrays to the results.
+    """
+
+    operands: list[Atom]
+    compute: Callable[[list[Any]], list[Any]]
+
+
+def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
+    """Reads a program.
+
+    Args:
+        jaxpr: The program; of a `Jaxpr` constants are not known, so it cannot be evaluated.
+        recomputed: Whether to look into calls of `jax.checkpoint`, whose operations are then
+            recomputed where the graph is evaluated, too. Otherwise the calls are operations.
+    """
+    inputs = [Atom(each.aval) for each in opened(jaxpr).invars]
+    operations: list[Equation] = []
+
+    def read(jaxpr: Any, inputs: list[Atom], within: tuple[Equation, ...]) -> list[Atom]:
+        program = opened(jaxpr)
+        known = dict(zip(program.invars, inputs, strict=True))
+        constants = getattr(jaxpr, "consts", [None] * len(program.constvars))
+        for variable, array in zip(program.constvars, constants, strict=True):
+            known[variable] = Atom(variable.aval, constant=array)
+
+        def of(atom: Any) -> Atom:
+            if isinstance(atom, core.Literal):
+                return Atom(atom.aval, constant=atom.val)
+            return known[atom]
+
+        for equation in program.eqns:
+            operation = Equation(program, equation, list(map(of, equation.invars)), within=within)
+            again = is_recomputed(equation)
+            if program_of(equation) is not None and (recomputed or not again):
+                (inner,) = inner_jaxprs(equation)
+                calls = (*within, operation) if again else within
+                results = read(inner, operation.operands, calls)
+            else:
+                results = [Atom(each.aval, operation) for each in equation.outvars]
+                operation.results = results
+                operations.append(operation)
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(of, program.outvars))
+
+    return Graph(inputs, operations, read(jaxpr, inputs, ()))
+
+
+def _by_call(
+    operations: list[Equation], depth: int
+) -> Iterator[tuple[Equation | None, list[Equation]]]:
+    """Operations one by one; those in one call at this depth of calls together."""
+    for call, part in itertools.groupby(
+        operations, lambda each: each.within[depth] if len(each.within) > depth else None
+    ):
+        if call is None:
+            yield from ((None, [each]) for each in part)
+        else:
+            yield call, list(part)

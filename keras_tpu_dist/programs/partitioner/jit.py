@@ -1,0 +1,389 @@
+"""`jax.jit` for a mesh: replaces operations that XLA partitions wrongly before compiling."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import BUILD, phase
+from keras_tpu_dist.programs.jaxprs import (
+    constants_of,
+    inner_jaxprs,
+    opened,
+    with_constants,
+    with_equations,
+    with_inputs,
+)
+from keras_tpu_dist.programs.partitioner.debugging import checked
+from keras_tpu_dist.programs.partitioner.places import in_compiled_code
+from keras_tpu_dist.programs.partitioner.spread import Axes, spec_axes
+
+
+class Jitted:
+    """A function that is compiled once for all arguments of the same shapes.
+
+    If the traced program has an operation that XLA partitions wrongly on this mesh (see
+    `keras_tpu_dist.programs.partitioner.table`), a repaired program is compiled. Otherwise the
+    program is that of `jax.jit`.
+
+    Args:
+        function: A function of arrays.
+        mesh: The mesh.
+        layouts: A function of the arguments that returns a `NamedSharding` or `None` for every
+            argument, or a structure of them that is a prefix of it.
+        outputs: The same for every entry of the tuple that the function returns, if its results
+            have layouts.
+        kind_of: A function of the arguments that returns the key of their program; by default all
+            shapes and dtypes. If the shapes of some arguments never change, a cheaper key makes
+            every call faster.
+        **options: The options of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        mesh: Mesh,
+        layouts: Callable[..., Sequence[Any]],
+        outputs: Sequence[Any] = (),
+        kind_of: Callable[..., Hashable] | None = None,
+        **options: Any,
+    ):
+        self._function = function
+        self._plain = jax.jit(function, **options)
+        self._name = getattr(function, "__name__", "program")
+        self._mesh = mesh
+        self._layouts = layouts
+        self._outputs = outputs
+        self._kind_of = kind_of or shapes_of
+        self._options = options
+        self._programs: dict[Hashable, Callable] = {}
+        # Programs that were also compiled and checked for hangs, for which lowering is not enough.
+        self._launched: dict[Hashable, Callable] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program for these arguments."""
+        config = jax.config
+        if (config.jax_debug_nans or config.jax_debug_infs) and not in_compiled_code():
+            # Without donation: the arguments are needed again to find the layer.
+            return checked(self._without_donation._launch, self._function, self._mesh, args)
+        kind = self._kind_of(*args)
+        launched = self._launched.get(kind)
+        if launched is not None:
+            return launched(*args)
+        with phase(BUILD):
+            return self._to_launch(kind, args)(*args)
+
+    @functools.cached_property
+    def _without_donation(self) -> "Jitted":
+        options = dict(self._options)
+        if not options.pop("donate_argnums", ()):
+            return self
+        return Jitted(
+            self._function, self._mesh, self._layouts, self._outputs, self._kind_of, **options
+        )
+
+    def _launch(self, *args: Any) -> Any:
+        return self._to_launch(self._kind_of(*args), args)(*args)
+
+    def _to_launch(self, kind: Hashable, args: tuple) -> Callable:
+        if kind not in self._launched:
+            if in_compiled_code():
+                # A part of another program, maybe for devices of a dry run: it is not compiled
+                # here.
+                return self.program(*args)
+            self._launched[kind] = self._programs[kind] = self._without_hangs(args)
+        return self._launched[kind]
+
+    def trace(self, *args: Any) -> Any:
+        """The function traced, as `jax.jit` would compile it.
+
+        Args:
+            *args: The function's arguments, or `jax.ShapeDtypeStruct` for their arrays.
+        """
+        return self._plain.trace(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program for these arguments.
+
+        Args:
+            *args: The function's arguments.
+        """
+        return self.program(*args).lower(*args)
+
+    def program(self, *args: Any) -> Any:
+        """The `jax.jit` function for these arguments.
+
+        Args:
+            *args: The function's arguments; `kind_of` decides which of them share a program.
+        """
+        kind = self._kind_of(*args)
+        program = self._programs.get(kind)
+        if program is None:
+            program = self._programs[kind] = self._repaired_or_plain(args)
+        return program
+
+    def _repaired_or_plain(self, args: tuple) -> Callable:
+        if self._mesh.size == 1:
+            return self._plain
+        # Imported late, because a program on one device needs no repairs.
+        from keras_tpu_dist.programs.partitioner.branches import RowsExchanged
+
+        try:
+            return self._repaired(self._plain, args)
+        except RowsExchanged:
+            return self._with_whole_rows(args)
+
+    def _with_whole_rows(self, args: tuple) -> Callable:
+        from keras_tpu_dist.programs.partitioner.exchanges import with_whole_rows
+
+        return self._repaired(jax.jit(with_whole_rows(self._function), **self._options), args)
+
+    def _without_hangs(self, args: tuple) -> Callable:
+        """The program to launch, in which no branch waits for devices in another one."""
+        program = self.program(*args)
+        if self._mesh.size == 1:
+            return program
+        from keras_tpu_dist.programs.partitioner.branches import choosing_axes
+        from keras_tpu_dist.programs.partitioner.exchanges import exchanged_in_branches
+
+        axes = choosing_axes(program.trace(*args).jaxpr)
+        if not axes:
+            return program
+
+        def exchanged() -> list[str]:
+            # `jax.jit` caches the executable, so the following call does not compile again.
+            text = program.lower(*args).compile().as_text()
+            return exchanged_in_branches(text, dict(self._mesh.shape), axes)
+
+        if exchanged():
+            program = self._with_whole_rows(args)
+            if found := exchanged():
+                raise ValueError(_hangs(found))
+        return program
+
+    def _repaired(self, plain: Any, args: tuple) -> Callable:
+        from keras_tpu_dist.programs.partitioner.rewrite import rewritten
+
+        traced = plain.trace(*args)
+        shapes = traced.out_info
+        inputs = axes_of(tuple(self._layouts(*args)), args)
+        results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
+        jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
+        held = {}
+        if jax.process_count() > 1 and _holds_parts(jaxpr):
+            jaxpr, held = _with_held(_lifted(jaxpr))
+        if jaxpr is traced.jaxpr:
+            return plain
+        call = _call_of(jaxpr, self._name)
+        structure = jax.tree.structure(shapes)
+
+        def program(*args):
+            return jax.tree.unflatten(structure, call(jax.tree.leaves(args)))
+
+        program.__name__ = self._name
+        repaired = jax.jit(program, **self._options)
+        return _Holding(repaired, list(held.values())) if held else repaired
+
+
+class _Holding:
+    """A program that gets arrays of the function's own as a further argument.
+
+    A Keras layer may keep arrays that are no variables, such as the mean of a `Normalization`. In a
+    compiled program they are constants, which JAX refuses if parts are on devices of other
+    processes.
+
+    Args:
+        program: The `jax.jit` function.
+        held: The arrays.
+    """
+
+    def __init__(self, program: Any, held: Sequence[Any]):
+        self._program, self._held = program, tuple(held)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        return self._program(*args, self._held)
+
+    def trace(self, *args: Any) -> Any:
+        """The traced program."""
+        return self._program.trace(*args, self._held)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program."""
+        return self._program.lower(*args, self._held)
+
+
+def _holds_parts(jaxpr: Any) -> bool:
+    """Whether a program, or one that it calls, has a constant that must be an argument."""
+    if any(map(_spans_processes, getattr(jaxpr, "consts", ()))):
+        return True
+    calls = (inner for equation in opened(jaxpr).eqns for inner in inner_jaxprs(equation))
+    return any(map(_holds_parts, calls))
+
+
+def _lifted(jaxpr: Any) -> Any:
+    """The program in which functions compiled within it get their constants from outside."""
+    equations, lifted = [], constants_of(jaxpr)
+    for equation in opened(jaxpr).eqns:
+        inner = equation.params.get("jaxpr")
+        if equation.primitive is _call_template("any", 1, 1)[0] and _holds_parts(inner):
+            inner, held = _with_held(_lifted(inner))
+            lifted |= held
+            params = _with_more_inputs(equation.params, len(equation.invars), len(held))
+            invars = [*equation.invars, *held]
+            equation = equation.replace(invars=invars, params=params | {"jaxpr": inner})
+        equations.append(equation)
+    return with_constants(with_equations(jaxpr, equations), lifted)
+
+
+def _with_held(jaxpr: Any) -> tuple[Any, dict[Any, Any]]:
+    """The program that gets the constants that must be arguments, and these by their variables.
+
+    Others stay constants: an array on one device is no argument beside those on the mesh.
+    """
+    held = {each: a for each, a in constants_of(jaxpr).items() if _spans_processes(a)}
+    return with_inputs(jaxpr, list(held)), held
+
+
+def _with_more_inputs(params: dict[str, Any], inputs: int, more: int) -> dict[str, Any]:
+    """The parameters of a call that gets further arrays."""
+    _, ours = _call_template("any", more, 1)
+    longer = {
+        key: (*value, *ours[key])
+        for key, value in params.items()
+        if isinstance(value, tuple)
+        and key.split("_")[0] in ("in", "donated")
+        and len(value) == inputs
+    }
+    return params | longer
+
+
+def _spans_processes(constant: Any) -> bool:
+    """Whether JAX takes an array only as an argument."""
+    is_array = isinstance(constant, jax.Array)
+    return is_array and not (constant.is_fully_addressable or constant.is_fully_replicated)
+
+
+def _hangs(exchanges: list[str]) -> str:
+    return message(
+        "In an assigned layer, devices must not exchange data with devices that skip it.",
+        received=f"a layer in whose branch of the program there is: {exchanges[0][:300]}",
+        fix="Remove the assignment with keras_tpu_dist.assign(layer, None), or assign inner "
+        "layers that have no shard_map of their own.",
+    )
+
+
+def shapes_of(*args: Any) -> Hashable:
+    """The default key of a program: the structure, shapes and dtypes of its arguments.
+
+    Args:
+        *args: Arrays, numbers, or structures of them.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
+
+
+def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
+    """A function that runs a program as one call, like a `jax.jit` within a `jax.jit`.
+
+    Evaluating the jaxpr equation by equation would trace it again, which takes as long as the
+    program is long.
+    """
+    inputs, outputs = opened(jaxpr).invars, opened(jaxpr).outvars
+    primitive, params = _call_template(name, len(inputs), len(outputs))
+    # An output that is an input is returned directly: `jax.jit` neither copies nor donates it.
+    position = {v: i for i, v in enumerate(inputs)}
+    passed = [None if isinstance(v, core.Literal) else position.get(v) for v in outputs]
+
+    def call(arrays: list) -> list:
+        results = primitive.bind(*arrays, **params | {"jaxpr": jaxpr})
+        return [r if i is None else arrays[i] for r, i in zip(results, passed, strict=True)]
+
+    return call
+
+
+def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str, Any]]:
+    """The primitive and parameters with which `jax.jit` calls a program of so many arrays.
+
+    Taken from a traced call, because their names differ between JAX versions.
+    """
+
+    def plus_one(x):
+        return x + 1  # `return x` would be traced without a call
+
+    plus_one.__name__ = name
+    (equation,) = opened(jax.make_jaxpr(jax.jit(plus_one))(0.0)).eqns
+    counts = {"in": inputs, "donated": inputs, "out": outputs}
+    params = {
+        key: value * counts[key.split("_")[0]]
+        if isinstance(value, tuple) and key.split("_")[0] in counts
+        else value
+        for key, value in equation.params.items()
+    }
+    return equation.primitive, params
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """A leaf around a layout, because `jax.tree` treats `None` as a node without leaves."""
+
+    sharding: Any
+
+
+def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
+    """The mesh axes of all dimensions of arrays, paired by their places in the structure.
+
+    Args:
+        layouts: A structure of `NamedSharding` or `None`, equal to that of the arrays or a prefix
+            of it. A `None` may stand for anything at its place, even without an array.
+        arrays: The arrays, or their shapes, in any structure.
+
+    Returns:
+        For every array, in the order of `jax.tree.leaves`, the axes of its dimensions.
+
+    Raises:
+        ValueError: If the structures do not fit, or a layout has more dimensions than its array.
+    """
+    marked = jax.tree.map(_Layout, layouts, is_leaf=_is_layout)
+    try:
+        spread = jax.tree.broadcast(marked, arrays)
+    except ValueError as error:
+        raise ValueError(
+            message(
+                "Layouts need the structure of the arrays they are for, or a prefix of it.",
+                received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
+                fix="Give a layout, or None, at every place where the arrays have a leaf or a "
+                "node.",
+            )
+        ) from error
+    places = jax.tree_util.tree_flatten_with_path(arrays)[0]
+    return [
+        _checked_axes(layout.sharding, array, path)
+        for layout, (path, array) in zip(jax.tree.leaves(spread), places, strict=True)
+    ]
+
+
+def _is_layout(node: Any) -> bool:
+    return node is None or isinstance(node, jax.sharding.Sharding)
+
+
+def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
+    axes, rank = spec_axes(sharding), len(jax.numpy.shape(array))
+    if len(axes) > rank:
+        raise ValueError(
+            message(
+                "A layout cannot have more dimensions than its array.",
+                received={
+                    "array": jax.tree_util.keystr(path),
+                    "shape": jax.numpy.shape(array),
+                    "layout": tuple(sharding.spec),
+                },
+                fix="Give at most one entry for every dimension of the array.",
+            )
+        )
+    return axes

@@ -1,0 +1,386 @@
+"""Which mesh axes may split which dimension of which value of a program.
+
+If the compiler may split a dimension like another one, in whichever direction it propagates, the
+two are in the same class. The classes are on the large side: a dimension may count as split
+although it is not. A dimension of one row that is reshaped is an exception: whether it stands for
+rows depends on what was known when it was visited.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist.programs.calls import Called, calls, rank
+from keras_tpu_dist.programs.dimensions import ELEMENTWISE, Dimensions, dimensions, regrouped
+from keras_tpu_dist.programs.jaxprs import opened
+
+# For every dimension of an array, the mesh axes that split it.
+Axes = Sequence[Iterable[str]]
+
+
+class Classes:
+    """Classes of dimensions of a program's values, and the mesh axes of every class.
+
+    Args:
+        mesh: The mesh.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+        self.manual: frozenset[str] = frozenset()
+        # The class of every dimension, by value, and for every class the one it was merged into.
+        self._classes: dict[Any, list[int | None]] = {}
+        self._parents: list[int] = []
+        self._axes: dict[int, set[str]] = {}
+        self._asked: dict[int, set[str]] = {}
+
+    def axes(self, atom: Any, dimension: int) -> frozenset[str]:
+        """The mesh axes that may split a dimension.
+
+        Args:
+            atom: A value of the program; a literal is never split.
+            dimension: The number of one of its dimensions.
+        """
+        return self._known(self._axes, atom, dimension)
+
+    def asked(self, atom: Any, dimension: int) -> frozenset[str]:
+        """The mesh axes that the program itself requests for a dimension.
+
+        See `axes`.
+        """
+        return self._known(self._asked, atom, dimension)
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """The mesh axes that the compiler may split over."""
+        return frozenset(self.sizes) - self.manual
+
+    @property
+    def splits_two_ways(self) -> bool:
+        """Whether the compiler may split two dimensions separately.
+
+        It does so over two axes, or over factors of one if a reshape takes rows apart.
+        """
+        ways = self.product(self.open_axes)
+        return any(ways % factor == 0 for factor in range(2, math.isqrt(ways) + 1))
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Mesh axes in the order of the mesh.
+
+        Args:
+            axes: Names of mesh axes; those of size 1 are left out.
+        """
+        return tuple(name for name in self.sizes if name in axes)
+
+    def product(self, axes: Iterable[str]) -> int:
+        """The number of parts for mesh axes.
+
+        Args:
+            axes: Names of mesh axes, each of them larger than 1.
+        """
+        return math.prod(self.sizes[name] for name in axes)
+
+    def parts(self, atom: Any, dimension: int) -> int:
+        """The most parts that a dimension may be split into.
+
+        See `axes`.
+        """
+        return self.product(self.axes(atom, dimension))
+
+    @contextlib.contextmanager
+    def within(self, axes: Iterable[str]) -> Iterator[None]:
+        """A context for the inside of a `shard_map`, whose own axes no longer split anything."""
+        outer, self.manual = self.manual, self.manual | frozenset(axes)
+        try:
+            yield
+        finally:
+            self.manual = outer
+
+    def uneven(self, atom: Any, dimension: int) -> bool:
+        """Whether a dimension may be split into parts of different sizes.
+
+        See `axes`.
+        """
+        return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
+
+    def give(self, atom: Any, axes: Axes) -> None:
+        """Records that a value has a given layout.
+
+        Args:
+            atom: A value of the program.
+            axes: For each of its dimensions, the mesh axes that split it; may end early.
+        """
+        self._seed(atom, axes, self._axes)
+
+    def ask(self, atom: Any, axes: Axes) -> None:
+        """Records that the program itself requests a layout.
+
+        See `give`.
+        """
+        self._seed(atom, axes, self._axes)
+        self._seed(atom, axes, self._asked)
+
+    def link(self, one: Any, i: int, other: Any, j: int, repeats: bool = True) -> None:
+        """Puts two dimensions into one class, unless one of them is only repeated.
+
+        Args:
+            one: A value of the program.
+            i: The number of its dimension.
+            other: Another value, or the same; if one is a literal, nothing is linked.
+            j: The number of the other's dimension.
+            repeats: Whether a dimension of one row that becomes one of several is repeated. A
+                slice, in contrast, takes one of several rows, which is then split as they are.
+        """
+        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
+            return
+        before, after = one.aval.shape[i], other.aval.shape[j]
+        if repeats and before != after and 1 in (before, after):
+            return
+        ours, theirs = self._of(one), self._of(other)
+        mine, yours = ours[i], theirs[j]
+        if yours is None:
+            theirs[j] = self._class(ours, i)
+        elif mine is None:
+            ours[i] = yours
+        elif mine != yours:
+            self._merge(self._root(mine), self._root(yours))
+
+    def merge(self, one: Any, i: int, other: Any, j: int) -> None:
+        """Puts two dimensions into one class, whatever their sizes.
+
+        Args:
+            one: A value of the program, not a literal.
+            i: The number of its dimension.
+            other: Another value, or the same.
+            j: The number of the other's dimension.
+        """
+        ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
+        self._merge(self._root(ours), self._root(theirs))
+
+    def link_positions(self, one: Any, other: Any) -> None:
+        """Links the dimensions of two values of the same rank, one by one.
+
+        Args:
+            one: A value of the program.
+            other: Another value; if it has another rank, or one is a literal, nothing is linked.
+        """
+        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
+            return
+        shape, classes = one.aval.shape, self._classes
+        ours, theirs = classes.get(one), classes.get(other)
+        if shape != other.aval.shape or (ours is not None and theirs is not None):
+            if (ours is None or ours is not theirs) and len(shape) == len(other.aval.shape):
+                for i in range(len(shape)):
+                    self.link(one, i, other, i)
+        elif ours is not None:
+            classes[other] = ours
+        else:
+            classes[one] = classes[other] = theirs or [None] * len(shape)
+
+    def link_elementwise(self, equation: Any) -> bool:
+        """Links operands and the result if they have one shape: a fast path for most equations.
+
+        Args:
+            equation: An equation without parameters.
+
+        Returns:
+            Whether they were linked; `False` if it must be done in another way.
+        """
+        result, classes = equation.outvars[0], self._classes
+        shape = getattr(result.aval, "shape", None)
+        own = None
+        for atom in equation.invars:
+            if type(atom) is core.Literal:
+                continue
+            # Tokens have no shape.
+            if shape is None or getattr(atom.aval, "shape", None) != shape:
+                return False
+            theirs = classes.get(atom)
+            if own is None:
+                own = self._of(atom)
+                classes.setdefault(result, own)
+            elif theirs is None:
+                classes[atom] = own
+            elif theirs is not own:
+                self.link_positions(atom, result)
+        return classes.get(result) is own
+
+    def _of(self, atom: Any) -> list[int | None]:
+        classes = self._classes.get(atom)
+        if classes is None:
+            classes = self._classes[atom] = [None] * rank(atom)
+        return classes
+
+    def _class(self, classes: list[int | None], dimension: int) -> int:
+        known = classes[dimension]
+        if known is None:
+            known = classes[dimension] = len(self._parents)
+            self._parents.append(known)
+        return known
+
+    def _merge(self, one: int, other: int) -> None:
+        if one != other:
+            self._parents[one] = other
+            for known in (self._axes, self._asked):
+                if axes := known.pop(one, None):
+                    known.setdefault(other, set()).update(axes)
+
+    def _root(self, node: int) -> int:
+        parents = self._parents
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def _seed(self, atom: Any, axes: Axes, into: dict[int, set[str]]) -> None:
+        for dimension, names in enumerate(axes):
+            names = {name for name in names if name in self.sizes}
+            if names and not isinstance(atom, core.Literal):
+                node = self._root(self._class(self._of(atom), dimension))
+                into.setdefault(node, set()).update(names)
+
+    def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
+        if isinstance(atom, core.Literal):
+            return frozenset()
+        classes = self._classes.get(atom)
+        node = None if classes is None else classes[dimension]
+        return frozenset(() if node is None else known.get(self._root(node), ())) - self.manual
+
+
+def spec_axes(sharding: Any) -> Axes:
+    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings.
+
+    Args:
+        sharding: The sharding of an array, or `None`.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    return [
+        () if entry is None or entry is free else (entry,) if isinstance(entry, str) else entry
+        for entry in sharding.spec
+    ]
+
+
+class Spread(Classes):
+    """The classes of a program's dimensions, and the mesh axes of every class.
+
+    Args:
+        jaxpr: The program.
+        inputs: For every input, the axes of its dimensions.
+        outputs: The same for every output; empty if none has a layout.
+        mesh: The mesh.
+
+    Raises:
+        ValueError: If they are not as many as the program's inputs, or outputs.
+    """
+
+    def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):
+        super().__init__(mesh)
+        self._linked: set[int] = set()
+        for atom, axes in zip(opened(jaxpr).invars, inputs, strict=True):
+            self.give(atom, axes)
+        for atom, axes in zip(opened(jaxpr).outvars, outputs, strict=True) if outputs else ():
+            self.give(atom, axes)
+        self._link_program(opened(jaxpr))
+
+    def _link_program(self, jaxpr: Any) -> None:
+        if id(jaxpr) in self._linked:
+            return
+        self._linked.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            if self._link_simple(equation):
+                continue
+            called = calls(equation)
+            # A kernel is never partitioned: every device runs it on its own part.
+            is_kernel = equation.primitive.name == "pallas_call"
+            if not is_kernel and (not called or any(call.kind == "unknown" for call in called)):
+                _unknown(self, equation)
+            for call in called:
+                self._link_call(equation, call)
+                self._link_program(call.jaxpr)
+            if equation.primitive.name == "custom_linear_solve":
+                sides = equation.invars[sum(equation.params["const_lengths"]) :]
+                for side, result in zip(sides, equation.outvars, strict=False):
+                    self.link_positions(side, result)
+
+    def _link_simple(self, equation: Any) -> bool:
+        """Links the inputs and outputs of an equation without inner programs, if it is known."""
+        name = equation.primitive.name
+        plain = name in ELEMENTWISE or (not equation.params and len(equation.outvars) == 1)
+        if not plain or not self.link_elementwise(equation):
+            known = dimensions(equation)
+            if known is None:
+                return False
+            if name == "reshape":
+                self._link_reshaped(equation)
+            else:
+                self._link_known(equation, known)
+        if name == "sharding_constraint":
+            self.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
+        return True
+
+    def _link_known(self, equation: Any, known: Dimensions) -> None:
+        operands, results = equation.invars, equation.outvars
+        repeats = equation.primitive.name == "broadcast_in_dim"
+        for step in known.mapped:
+            one, other = operands[step.operand], results[step.result]
+            self.link(one, step.dimension, other, step.to, repeats)
+        for (one, i), (other, j) in known.together:
+            self.link(operands[one], i, operands[other], j)
+
+    def _link_reshaped(self, equation: Any) -> None:
+        """Dimensions that are merged or split are one class."""
+        operand, result = equation.invars[0], equation.outvars[0]
+        for old, new in regrouped(operand.aval.shape, result.aval.shape):
+            places = [(operand, d) for d in old] + [(result, d) for d in new]
+            # A single row counts as split, too, if rows are; otherwise a dimension of 1 is ignored.
+            merged = [(a, d) for a, d in places if a.aval.shape[d] > 1 or self.axes(a, d)]
+            for one, other in itertools.pairwise(merged):
+                self.merge(*one, *other)
+
+    def _link_call(self, equation: Any, call: Called) -> None:
+        """Links the values of an equation with those of a program that it calls."""
+        inputs, outputs = call.jaxpr.invars, call.jaxpr.outvars
+        of_operand = dict(zip(call.operands, inputs, strict=False))
+        pairs = [
+            *((equation.invars[i], own) for i, own in of_operand.items()),
+            *((equation.outvars[i], own) for i, own in zip(call.results, outputs, strict=False)),
+            *((of_operand[i], own) for i, own in zip(call.carried, outputs, strict=False)),
+        ]
+        for outer, own in pairs:
+            shift = rank(outer) - rank(own)
+            if not shift:
+                self.link_positions(outer, own)
+            # Values that a loop slices or stacks have one more dimension outside.
+            for dimension in range(rank(own)) if shift else ():
+                self.link(outer, dimension + shift, own, dimension)
+
+
+def _unknown(classes: Classes, equation: Any) -> None:
+    """Links dimensions of values with the same rank and sizes, ones repeated; else all with all."""
+    atoms = [a for a in equation.invars if type(a) is not core.Literal and rank(a)]
+    atoms += [a for a in equation.outvars if rank(a)]
+    if not atoms:
+        return
+    largest = max(atoms, key=lambda a: math.prod(a.aval.shape))
+    if all(_repeats(a.aval.shape, largest.aval.shape) for a in atoms):
+        for atom in atoms:
+            if atom is not largest:
+                classes.link_positions(largest, atom)
+        return
+    dimensions = [(a, i) for a in atoms for i in range(rank(a))]
+    for one, other in itertools.pairwise(dimensions):
+        classes.link(*one, *other)
+
+
+def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether values of a shape are repeated to another one."""
+    return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole, strict=True))

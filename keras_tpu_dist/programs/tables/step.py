@@ -1,0 +1,469 @@
+"""Train, test and predict steps whose tables are looked up and updated by rows."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, graph_of
+from keras_tpu_dist.programs.partitioner import in_compiled_code
+from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
+from keras_tpu_dist.programs.tables.reading import Reading, RowLookup, number_of, on_rows, read
+from keras_tpu_dist.programs.tables.width import (
+    LEAST_BYTES,
+    ByWidth,
+    ids_of,
+    is_shorter,
+    trouble,
+    used_otherwise,
+)
+
+# If a step has more ids per row of the table, most rows change anyway.
+_MOST_IDS = 1 / 8
+
+BY_ROWS = "by rows: ids and rows are exchanged, and only the used rows are updated"
+LAZY = f"{BY_ROWS}; unused rows and their slots remain unchanged"
+EVERY_ROW = "every row is updated"
+LOOKED_UP = "by rows: ids and rows are exchanged"
+BY_WIDTH = "by width: all ids are looked up in a part of each row, and features are exchanged"
+# On a model: how its last step uses each table, and why.
+uses = _keras.Mark("_keras_tpu_dist_tables")
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """A weight that may be a table.
+
+    Attributes:
+        variable: The weight.
+        place: Its position in the state.
+        split: How it is split.
+        alike: The positions in the state of arrays with its shape and layout, itself included.
+    """
+
+    variable: Any
+    place: int
+    split: TableSplit
+    alike: tuple[int, ...]
+
+
+def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str]) -> Any:
+    """A step that uses tables by rows, if the strategy's `tables=` option asks for it.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        step: A function from state and data to outputs and the new state.
+        mesh: The mesh.
+        batch: The mesh axes that split the batch.
+    """
+
+    def by_rows(state: Any, data: Any) -> Any:
+        strategy = _keras.active_strategy()
+        option = None if strategy is None else strategy.options.tables
+        if option is None or mesh.size == 1 or not in_compiled_code():
+            return step(state, data)
+        tables = tables_of(model, kind, mesh, batch, option)
+        for path, why in _troubles(model, mesh, batch, option).items():
+            _note(model, kind, path, f"{EVERY_ROW}: {why}", warn=True)
+        if not tables:
+            return step(state, data)
+        return _Step(model, kind, step, option, tables)(state, data)
+
+    return by_rows
+
+
+def described(model: Any, strategy: Any) -> dict[str, str]:
+    """Whether the tables of a model are used by rows, as far as known: from path to words.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+    """
+    option, mesh, batch = strategy.options.tables, strategy.mesh, strategy.data_axes
+    if option is None or mesh.size == 1:
+        return {}
+    found = {
+        each.variable.path: "may be used by rows: the first step decides"
+        for each in tables_of(model, "predict", mesh, batch, option)
+        if _is_of_embedding(each.variable)
+    }
+    refused = {p: f"{EVERY_ROW}: {w}" for p, w in _troubles(model, mesh, batch, option).items()}
+    return {**found, **refused, **(uses.of(model) or {})}
+
+
+def refused(model: Any, strategy: Any) -> dict[str, str]:
+    """The tables of which every row is updated although `tables=` asks for rows, with reasons.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+    """
+    if strategy.options.tables not in ("rows", "lazy"):
+        return {}
+    found = described(model, strategy)
+    return {path: words for path, words in found.items() if EVERY_ROW in words}
+
+
+def _troubles(model: Any, mesh: Mesh, batch: Sequence[str], option: str) -> dict[str, str]:
+    """The tables whose layout prevents their use by rows, with reasons."""
+    if option == "auto":
+        return {}
+    found = {}
+    for variable in model.weights:
+        if _is_of_embedding(variable):
+            split = _split_of(variable, mesh, batch)
+            why = "it is not a matrix of floats on this mesh" if split is None else split.trouble()
+            if why:
+                found[variable.path] = why
+    return found
+
+
+def _is_of_embedding(variable: Any) -> bool:
+    return variable.path.endswith("/embeddings")
+
+
+def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> None:
+    """Records how a step uses a table; a train step overrides other steps."""
+    known = uses.of(model) or {}
+    if kind == "train" or path not in known:
+        uses.write(model, {**known, path: words})
+    if warn:
+        log_once(f"table {path} of model {model.name!r}: {words}", logging.WARNING)
+
+
+def tables_of(
+    model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str
+) -> list[RowTable]:
+    """The weights of a model that may be used by rows.
+
+    Args:
+        model: The model, built.
+        kind: `"train"`, `"test"` or `"predict"`.
+        mesh: The mesh.
+        batch: Its axes that split the batch.
+        option: `"auto"`, `"rows"` or `"lazy"`.
+    """
+    variables = [v for group in _keras.state_groups(model, kind) for v in group]
+    weights = {id(v) for group in _keras.state_groups(model, "predict") for v in group}
+    found = []
+    for place, variable in enumerate(variables):
+        split = _split_of(variable, mesh, batch) if id(variable) in weights else None
+        if split is None or split.trouble() or not _is_worth(variable, split, option):
+            continue
+        layout = _keras.variable_layout(variable)
+        alike = tuple(
+            i
+            for i, v in enumerate(variables)
+            if tuple(v.shape) == split.shape and _keras.variable_layout(v) == layout
+        )
+        found.append(RowTable(variable, place, split, alike))
+    return found
+
+
+def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> TableSplit | None:
+    layout, shape = _keras.variable_layout(variable), tuple(variable.shape)
+    if len(shape) != 2 or not jnp.issubdtype(jnp.dtype(variable.dtype), jnp.floating):
+        return None
+    if not isinstance(layout, NamedSharding) or layout.mesh != mesh:
+        return None
+    rows, columns = (*layout.spec, None, None)[:2]
+    axes = [tuple(n for n in entry_names(e) if mesh.shape[n] > 1) for e in (rows, columns, batch)]
+    return TableSplit(mesh, axes[0], axes[1], axes[2], shape)
+
+
+def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
+    if option != "auto":
+        return True
+    size = math.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
+    return bool(split.exchanged or split.traded) and size >= LEAST_BYTES
+
+
+class _Step:
+    """A step that is analysed once and computed with its tables by rows."""
+
+    def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[RowTable]):
+        self._model, self._kind, self._step = model, kind, step
+        self._option, self._tables = option, tables
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        jaxpr, shapes = jax.make_jaxpr(self._step, return_shape=True)(state, data)
+        graph, inputs = graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data))
+        count, outputs = len(jax.tree.leaves(state)), {}
+        if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
+            first = len(graph.outputs) - count
+            outputs = {first + i: i for i in range(count)}
+        used = [each for t in self._tables if (each := self._used(graph, t, outputs)) is not None]
+        results = _evaluate(graph, inputs, used)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _used(
+        self, graph: Graph, table: RowTable, outputs: Mapping[int, int]
+    ) -> "_Used | ByWidth | None":
+        """How the step uses a table, or `None` if it is left to the compiler."""
+        lazy = self._option == "lazy"
+        reading = read(graph, table.place, table.alike, outputs, lazy)
+        path, asked = table.variable.path, self._option != "auto"
+        if not reading.lookups:
+            if asked and _is_of_embedding(table.variable):
+                why = "its lookup is inside remat, a loop or an assigned layer, or there is none"
+                self._note(path, f"{EVERY_ROW}: {why}", warn=True)
+            return None
+        ids, trains = ids_of(reading), bool(outputs) and table.variable.trainable
+        many = ids > _MOST_IDS * table.split.shape[0] or not table.split.exchanged
+        if not asked and (many or reading.dense):
+            return self._by_width(graph, table, reading, trains)
+        if reading.dense and trains:
+            self._note(path, f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}", warn=True)
+        elif trains and reading.changed:
+            self._note(path, LAZY if lazy else BY_ROWS)
+        else:
+            self._note(path, LOOKED_UP)
+        return _Used(table, reading, graph)
+
+    def _by_width(
+        self, graph: Graph, table: RowTable, reading: Reading, trains: bool
+    ) -> ByWidth | None:
+        """The table by its width, if that takes less time than gathering it."""
+        split, path, ids = table.split, table.variable.path, ids_of(reading)
+        why = reading.dense or f"{ids} ids a step for {split.shape[0]} rows"
+        found = [each.gather for each in reading.lookups if each.gather is not None]
+        item_bytes = found[0].results[0].aval.dtype.itemsize if found else 0
+        if (
+            trouble(split)
+            or not is_shorter(split, ids, item_bytes, trains)
+            or used_otherwise(graph, table.place, reading)  # last, as it reads the whole step
+        ):
+            self._note(path, f"{EVERY_ROW}: {why}")
+            return None
+        self._note(path, BY_WIDTH)
+        return ByWidth(split, path, reading)
+
+    def _note(self, path: str, words: str, warn: bool = False) -> None:
+        _note(self._model, self._kind, path, words, warn)
+
+
+def _evaluate(graph: Graph, inputs: Sequence[Any], used: Sequence["_Used | ByWidth"]) -> list[Any]:
+    """The outputs of a step, with its tables computed by rows or by width."""
+    instead: dict[Equation, list[Atom]] = {}
+    run: dict[Equation, Callable[[Callable], Any]] = {}
+    for each in used:
+        for operation, operands, compute in each.replaced():
+            instead[operation], run[operation] = operands, compute
+    values = dict(zip(map(id, graph.inputs), inputs, strict=True))
+
+    def value(of: Atom) -> Any:
+        return values[id(of)] if of.constant is None else of.constant
+
+    for operation in graph.needed(instead):
+        if operation in run:
+            results = run[operation](value)
+        else:
+            results = operation.run(list(map(value, operation.operands)))
+        values.update(zip(map(id, operation.results), results, strict=True))
+    for each in used:
+        values.update(each.updated(value))
+    return list(map(value, graph.outputs))
+
+
+class _Used:
+    """A table in a step that is being computed."""
+
+    def __init__(self, table: RowTable, reading: Reading, graph: Graph):
+        self._table, self._reading, self._graph = table, reading, graph
+        self._split = table.split
+        # The ids and the route of each lookup.
+        self._routes: dict[RowLookup, tuple[Any, Route]] = {}
+
+    def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
+        """Operations to replace, the values that they read, and their new computation."""
+        reading, found = self._reading, []
+        table = self._graph.inputs[self._table.place]
+        for each in reading.lookups:
+            if each.gather is not None:
+                found.append((each.gather, [table, each.indices], self._looking_up(each)))
+            if each.scatter is not None:
+                read = [each.indices, each.updates]
+                compute = self._dense(each) if reading.dense else _nothing
+                found.append((each.scatter, read, compute))
+        for operation in reading.update:
+            operands = [each for atom in operation.operands for each in _read_of(atom)]
+            found.append((operation, operands, _nothing))
+        return found
+
+    def _looking_up(self, lookup: RowLookup) -> Callable:
+        def compute(value: Callable) -> list:
+            table = value(self._graph.inputs[self._table.place])
+            rows = self._rows(lookup, table, value(lookup.indices))
+            for operation in lookup.path:
+                if operation.name != "sharding_constraint":
+                    rows = rows.astype(operation.results[0].aval.dtype)
+            return [rows]
+
+        return compute
+
+    def _rows(self, lookup: RowLookup, table: Any, indices: Any) -> Any:
+        ids, valid = _ids(indices, lookup.mode, self._split.shape[0])
+        ids, exchange = self._placed(ids)
+        everywhere, batch = PartitionSpec(self._split.mesh.axis_names), self._batch
+        rows, route = self._mapped(
+            lambda table, ids: _listed(*exchange.look_up(table, ids)),
+            (self._split.layout, batch),
+            (PartitionSpec(self._split.batch or None, self._split.left or None), everywhere),
+        )(table, ids)
+        self._routes[lookup] = ids, route
+        shape = indices.shape[:-1]
+        rows = rows.reshape(*ids.shape, -1)[: shape[0]]
+        if valid is None:
+            return rows
+        fill = jnp.nan if lookup.fill is None else lookup.fill
+        return jnp.where(valid[..., None], rows, jnp.asarray(fill, rows.dtype))
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        return PartitionSpec(self._split.batch or None)
+
+    def _placed(self, ids: Any) -> tuple[Any, Lookups]:
+        """Ids padded to equal counts on all devices, and their `Lookups`."""
+        ways = axis_size(self._split.mesh, self._split.batch or None)
+        short = -ids.shape[0] % ways
+        if short:
+            widths = [(0, short, 0), *[(0, 0, 0)] * (ids.ndim - 1)]
+            ids = lax.pad(ids, np.int32(NOBODY), widths)
+        return ids, Lookups(self._split, ids.size // ways)
+
+    def _route(self, lookup: RowLookup, value: Callable) -> tuple[Any, Route]:
+        if lookup not in self._routes:
+            ids, _ = _ids(value(lookup.indices), lookup.mode, self._split.shape[0])
+            ids, exchange = self._placed(ids)
+            everywhere = PartitionSpec(self._split.mesh.axis_names)
+            route = self._mapped(
+                lambda ids: _leveled(exchange.route(exchange.ids(ids))),
+                (self._batch,),
+                everywhere,
+            )(ids)
+            self._routes[lookup] = ids, route
+        return self._routes[lookup]
+
+    def _gradients(self, lookup: RowLookup, value: Callable) -> Any:
+        """The gradients of a lookup's rows, padded as `_placed` pads its ids."""
+        ids, _ = self._route(lookup, value)
+        updates = value(lookup.updates)
+        short = ids.shape[0] - updates.shape[0]
+        if short:
+            widths = [(0, short, 0), *[(0, 0, 0)] * (updates.ndim - 1)]
+            updates = lax.pad(updates, jnp.zeros((), updates.dtype), widths)
+        return updates.reshape(-1, updates.shape[-1])
+
+    def _dense(self, lookup: RowLookup) -> Callable:
+        def compute(value: Callable) -> list:
+            ids, route = self._route(lookup, value)
+            _, exchange = self._placed(ids)
+            everywhere = PartitionSpec(self._split.mesh.axis_names)
+            rows = PartitionSpec(self._split.batch or None, self._split.left or None)
+            gradient = self._mapped(
+                lambda ids, route, rows: exchange.dense(ids, _unleveled(route), rows),
+                (self._batch, everywhere, rows),
+                self._split.layout,
+            )(ids, route, self._gradients(lookup, value))
+            return [gradient]
+
+        return compute
+
+    def updated(self, value: Callable) -> dict[int, Any]:
+        """The new values of the table and its slots, by the `id` of their atoms in the step.
+
+        Args:
+            value: A function from an atom of the step to its array.
+        """
+        reading, split = self._reading, self._split
+        if not reading.changed:
+            return {}
+        trained = [each for each in reading.lookups if each.scatter is not None]
+        routes = [self._route(each, value) for each in trained]
+        updates = Updates(
+            [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
+        )
+        everywhere = PartitionSpec(split.mesh.axis_names)
+        rows = PartitionSpec(split.batch or None, split.left or None)
+
+        def update(state, ids, routes, gradients, numbers):
+            return updates(state, ids, list(map(_unleveled, routes)), gradients, numbers)
+
+        state = self._mapped(
+            update,
+            (split.layout, self._batch, everywhere, rows, PartitionSpec()),
+            split.layout,
+        )(
+            [value(self._graph.inputs[i]) for i in reading.state],
+            [ids for ids, _ in routes],
+            [route for _, route in routes],
+            [self._gradients(each, value) for each in trained],
+            [value(each) for each in reading.numbers],
+        )
+        return {
+            id(reading.changed[i]): new
+            for i, new in zip(reading.state, state, strict=True)
+            if i in reading.changed
+        }
+
+    def _mapped(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        return jax.shard_map(
+            # Profiles count the table's time for its layer.
+            jax.named_scope(self._table.variable.path.rpartition("/")[0] or "table")(function),
+            mesh=self._split.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            check_vma=False,  # loops and sums do not record over which axes their results vary
+        )
+
+
+def _read_of(atom: Atom) -> list[Atom]:
+    """What an update of rows reads instead of an operand: the scalar of a filled array."""
+    number = number_of(atom)
+    read = number if number.shape == () else atom
+    return [] if read.constant is not None else [read]
+
+
+def _nothing(value: Callable) -> list:
+    return [None]
+
+
+def _listed(rows: Any, route: Route) -> tuple[Any, Route]:
+    return rows, _leveled(route)
+
+
+def _leveled(route: Route) -> Route:
+    """A route of arrays with a dimension to split."""
+    return route._replace(level=route.level[None])
+
+
+def _unleveled(route: Route) -> Route:
+    return route._replace(level=route.level[0])
+
+
+def _ids(indices: Any, mode: Any, rows: int) -> tuple[Any, Any]:
+    """The ids of a lookup, with `NOBODY` for ids without a row, and a mask of the valid ones.
+
+    The mask is `None` if ids beyond the ends mean the first and the last row.
+    """
+    indices = indices[..., 0]
+    last = np.asarray(rows - 1, indices.dtype) if rows - 1 <= np.iinfo(indices.dtype).max else None
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        clipped = jnp.maximum(indices, 0)
+        clipped = clipped if last is None else jnp.minimum(clipped, last)
+        return clipped.astype("int32"), None
+    valid = indices >= 0
+    if last is not None:
+        valid &= indices <= last
+    return jnp.where(valid, indices.astype("int32"), NOBODY), valid

@@ -1,6 +1,0 @@
-"""Runs what the TPU compiler makes of a model, on simulated devices."""
-
-from keras_tpu_dist.replay.report import Row as Row
-from keras_tpu_dist.replay.report import Verification as Verification
-from keras_tpu_dist.replay.rewrite import CannotRun as CannotRun
-from keras_tpu_dist.replay.run import verify as verify

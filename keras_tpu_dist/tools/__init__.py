@@ -1,0 +1,1 @@
+"""Tools that read and report: a fit imports none of them."""

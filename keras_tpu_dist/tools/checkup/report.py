@@ -1,0 +1,441 @@
+"""The result of a check: correct parts, problems and their fixes, measurements."""
+
+import html
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.hardware.calibration import Calibration
+from keras_tpu_dist.show.colours import NONE
+from keras_tpu_dist.show.page import Page, TableCell, bar, definitions, document, sortable
+from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
+from keras_tpu_dist.tools.checkup.calibrated import calibration_of, chip_of
+
+RIGHT, FAST = "right", "fast"
+# The number of problems to show for one part; the others are counted.
+_MOST_SHOWN = 4
+# The fix for a faulty device.
+LEAVE_OUT = (
+    "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Problem(Printed):
+    """A problem that a check found.
+
+    Args:
+        what: A description that names the device, mesh axis, collective and dtype.
+        means: What it means.
+        fix: What to do about it.
+        devices: The ids of the faulty devices, if known.
+        axis: The mesh axis, or `""`.
+    """
+
+    what: str
+    means: str
+    fix: str
+    devices: tuple[int, ...] = ()
+    axis: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return {**asdict(self), "devices": list(self.devices)}
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  means: {self.means}\n  do: {self.fix}"
+
+
+@dataclass(frozen=True, repr=False)
+class CheckPart(Printed):
+    """One part of a check.
+
+    Args:
+        name: Its name, such as `"products"`.
+        kind: `"right"` or `"fast"`.
+        words: The result in a line.
+        problems: The problems.
+        figures: The measurements, as plain data.
+        left_out: Why the part did not run, or `""`.
+        no_time: Whether it did not run because too little time remained.
+        seconds: How long it took.
+        hangs: Whether it did not finish, so that no other part can run after it.
+    """
+
+    name: str
+    kind: str
+    words: str = ""
+    problems: tuple[Problem, ...] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
+    left_out: str = ""
+    no_time: bool = False
+    seconds: float = 0.0
+    hangs: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems; also true if the part did not run."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return {**asdict(self), "problems": [p.to_dict() for p in self.problems], "ok": self.ok}
+
+    @classmethod
+    def of_dict(cls, plain: dict[str, Any]) -> "CheckPart":
+        """Restores a part from its `to_dict`.
+
+        Args:
+            plain: The dict.
+        """
+        problems = tuple(
+            Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
+        )
+        own: dict[str, Any] = {each.name: plain[each.name] for each in fields(cls)}
+        own["problems"] = problems
+        return cls(**own)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.left_out or self.words}"
+
+
+@dataclass(frozen=True, repr=False)
+class Check(Page):
+    """The result of `strategy.check`.
+
+    Args:
+        device_kind: The name that the devices report, such as `"TPU v5 lite"` or `"cpu"`.
+        platform: `"tpu"`, `"cpu"` or `"gpu"`.
+        mesh: Mesh axes and their sizes.
+        processes: The number of processes.
+        minutes: The time limit.
+        seconds: How long it took.
+        parts: The parts, in the order in which they ran.
+        versions: The versions of Keras, JAX and so on, by name.
+    """
+
+    device_kind: str
+    platform: str
+    mesh: tuple[tuple[str, int], ...]
+    processes: int
+    minutes: float
+    seconds: float
+    parts: tuple[CheckPart, ...]
+    versions: tuple[tuple[str, str], ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the parts that ran found no problems; see `left_out` for those that did not."""
+        return all(part.ok for part in self.parts)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems."""
+        return tuple(problem for part in self.parts for problem in part.problems)
+
+    @property
+    def left_out(self) -> tuple[CheckPart, ...]:
+        """The parts that did not run."""
+        return tuple(part for part in self.parts if part.left_out)
+
+    def part(self, name: str) -> CheckPart:
+        """A part by its name.
+
+        Args:
+            name: The name, such as `"products"`.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        return {part.name: part for part in self.parts}[name]
+
+    def calibration(self, *others: "Check", source: str = "") -> Calibration:
+        """The measurements, for `dry_run(calibration=)` and `search(calibration=)`.
+
+        The rates are those of one device, the median of all devices. If you checked a model, the
+        factors of efforts "quick" and "exact" are the time of its step, divided by the estimate of
+        a dry run with these rates. Without a model there are no factors.
+
+        Args:
+            others: Checks of other models on the same chips. With them, the factors are the
+                smallest and the largest of all.
+            source: Where and when you measured, in a few words. Defaults to the devices, without a
+                time.
+
+        Returns:
+            A `Calibration`; its `save` writes it to a file.
+
+        Raises:
+            ValueError: If this is not a known TPU, or another check ran on another chip.
+
+        Example:
+
+        >>> check = ktd.TPUStrategy().check(model)  # doctest: +SKIP
+        >>> check.calibration().save("v5e.json")  # doctest: +SKIP
+        """
+        return calibration_of(
+            chip_of([each.device_kind for each in (self, *others)]),
+            _figures(self),
+            [_figures(other) for other in others],
+            source or f"a check of {self._devices()}",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole result as plain data, to store or send."""
+        return {
+            "ok": self.ok,
+            "device_kind": self.device_kind,
+            "platform": self.platform,
+            "mesh": dict(self.mesh),
+            "processes": self.processes,
+            "minutes": self.minutes,
+            "seconds": self.seconds,
+            "versions": dict(self.versions),
+            "parts": [part.to_dict() for part in self.parts],
+        }
+
+    def __str__(self) -> str:
+        lines = [self._title(), *self._table(RIGHT), *self._table(FAST)]
+        for part in self.parts:
+            lines += _problem_lines(part)
+        return "\n".join([*lines, *self._rest()])
+
+    def _title(self) -> str:
+        return f"check of {self._devices()}: {self._verdict()}, {self._took()}"
+
+    def _verdict(self) -> str:
+        count = len(self.problems)
+        words = "all correct" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        missed = [part for part in self.parts if part.no_time]
+        if not missed:
+            return words
+        names = ", ".join(part.name for part in missed[:_MOST_MISSED])
+        more = len(missed) - _MOST_MISSED
+        names += f" and {more} more" if more > 0 else ""
+        if self.ok and self._is_part:
+            words = "nothing wrong so far" if self._ran else "nothing checked"
+        return f"{words}, no time for {names}"
+
+    @property
+    def _ran(self) -> bool:
+        return len(self.left_out) < len(self.parts)
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether too little time remained for a part that says what is correct."""
+        return any(part.no_time and part.kind == RIGHT for part in self.parts)
+
+    def _took(self) -> str:
+        return f"{duration_text(self.seconds)} of {self.minutes:g} min"
+
+    def _devices(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh)
+        several = f", {self.processes} processes" if self.processes > 1 else ""
+        return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh}){several}"
+
+    def _rows(self, kind: str) -> list[tuple[str, str]]:
+        ran = [part for part in self.parts if part.kind == kind and not part.left_out]
+        return [(part.name, part.words if part.ok else f"WRONG. {part.words}") for part in ran]
+
+    def _table(self, kind: str) -> list[str]:
+        rows = self._rows(kind)
+        return [text_table((_HEADS[kind], ""), rows)] if rows else []
+
+    def _rest(self) -> list[str]:
+        return [f"left out: {part.name}: {part.left_out}" for part in self.left_out]
+
+    def _blocks(self) -> list[str]:
+        blocks = [
+            html_table((_HEADS[k], ""), self._rows(k)) for k in (RIGHT, FAST) if self._rows(k)
+        ]
+        if self.problems:
+            blocks.insert(0, html_table((), self._problem_rows()))
+        return blocks + [f"<p>{html.escape(line)}</p>" for line in self._rest()]
+
+    def _problem_rows(self) -> list[str | tuple[str, str]]:
+        rows: list[str | tuple[str, str]] = []
+        for part in self.parts:
+            for problem in part.problems:
+                rows += [
+                    part.name,
+                    ("what is wrong", problem.what),
+                    ("what it means", problem.means),
+                    ("what to do", problem.fix),
+                ]
+        return rows
+
+    def _page(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions)
+        style = "bad" if not self.ok else "muted" if self._is_part else "good"
+        verdict = f'<span class="{style}">{html.escape(self._verdict())}</span>'
+        parts = [
+            f"<h1>check of {html.escape(self._devices())}: {verdict}</h1>",
+            f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>',
+            *self._blocks(),
+            *_by_device(self),
+            *_by_layer(self),
+        ]
+        return document(self._title(), parts)
+
+
+_MOST_MISSED = 3  # parts that the verdict names
+_HEADS = {RIGHT: "is it correct?", FAST: "is it fast?"}
+
+
+def _figures(check: Check) -> dict[str, dict[str, Any]]:
+    return {part.name: part.figures for part in check.parts}
+
+
+# Parts that measure each device, with the unit of a billion.
+_BY_DEVICE = {"matrix units": "GFLOP/s", "memory": "GB/s", "host transfer": "GB/s"}
+
+
+def _by_device(check: Check) -> Iterator[str]:
+    """The measurements of every device, for a page."""
+    rates = {
+        f"{name}{'' if kind == name else f', {kind}'} ({unit})": every
+        for name, unit in _BY_DEVICE.items()
+        for kind, every in _figures(check).get(name, {}).items()
+    }
+    if not rates:
+        return
+    numbers = sorted({int(number) for every in rates.values() for number in every})
+    most = {name: max(every.values()) for name, every in rates.items()}
+    rows = [
+        [
+            TableCell(str(number), number),
+            *(_rate_cell(every.get(str(number)), most[name]) for name, every in rates.items()),
+        ]
+        for number in numbers
+    ]
+    yield f"<h2>Every device</h2>{sortable(('device', *rates), rows)}"
+
+
+def _rate_cell(rate: float | None, most: float) -> TableCell:
+    if rate is None:
+        return TableCell("-")
+    text = f"{rate / 1e9:,.1f}"
+    return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
+
+
+def _span(seconds: tuple[float, float] | None) -> TableCell:
+    if seconds is None:
+        return TableCell("-")
+    return TableCell(span_text(seconds[0], seconds[1], duration_text), seconds[1])
+
+
+def _by_layer(check: Check) -> Iterator[str]:
+    """The times of the user's step by layer, for a page."""
+    found = _figures(check).get("step time", {}).get("by layer", [])
+    if not found:
+        return
+    total = sum(row["measured"] for row in found) or 1.0
+    rows = [
+        [
+            row["name"],
+            TableCell(duration_text(row["measured"]), row["measured"]),
+            TableCell("", row["measured"], bar([(row["measured"] / total, NONE, row["name"])])),
+            _span(row["estimated"]),
+        ]
+        for row in sorted(found, key=lambda row: -row["measured"])
+    ]
+    head = ["layer or collective", "measured", "of the step"]
+    if any(row["estimated"] for row in found):
+        head.append("estimate, effort exact")
+    yield f"<h2>Your step</h2>{sortable(head, [row[: len(head)] for row in rows])}"
+    yield definitions([_IN_A_PROFILE])
+
+
+_IN_A_PROFILE = (
+    "measured",
+    "by JAX's profiler, on average over the devices; collectives include waiting for others",
+)
+
+
+def _problem_lines(part: CheckPart) -> list[str]:
+    lines = [f"{part.name}: {problem}" for problem in part.problems[:_MOST_SHOWN]]
+    more = len(part.problems) - _MOST_SHOWN
+    return lines + ([f"{part.name}: and {more} more, in to_dict() and --json"] if more > 0 else [])
+
+
+def joined(parts: Sequence[CheckPart]) -> CheckPart:
+    """Joins the results of one part from several processes.
+
+    Args:
+        parts: The results, by process.
+    """
+    found: dict[Problem, list[int]] = {}
+    for process, part in enumerate(parts):
+        for problem in part.problems:
+            found.setdefault(problem, []).append(process)
+    everywhere = len(parts)
+    problems = tuple(
+        problem if len(who) == everywhere else _of_processes(problem, who)
+        for problem, who in found.items()
+    )
+    first = next((part for part in parts if part.problems), parts[0])
+    return replace(
+        first,
+        problems=problems,
+        left_out=next((part.left_out for part in parts if part.left_out), ""),
+        no_time=any(part.no_time for part in parts),
+        seconds=max(part.seconds for part in parts),
+        hangs=any(part.hangs for part in parts),
+    )
+
+
+def _of_processes(problem: Problem, who: list[int]) -> Problem:
+    """A problem that only some processes have, with their numbers."""
+    return replace(problem, what=f"{counted('process', 'processes', who)}: {problem.what}")
+
+
+def corrupts(what: str, devices: list[int]) -> Problem:
+    """The problem of silent data corruption: a repeated computation gives different bits.
+
+    Args:
+        what: The computation.
+        devices: The ids of the devices.
+    """
+    return Problem(
+        f"{numbered(devices)}: {what}, computed twice, has different bits",
+        "Silent data corruption: the chip or its memory is faulty.",
+        LEAVE_OUT,
+        tuple(devices),
+    )
+
+
+def numbered(ids: Iterable[int], most: int = 8) -> str:
+    """Names devices by their ids.
+
+    Args:
+        ids: The ids.
+        most: The largest number of ids to list.
+
+    Example:
+
+    >>> numbered([3]), numbered([5, 1])
+    ('device 3', 'devices 1, 5')
+    """
+    return counted("device", "devices", ids, most)
+
+
+def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
+    """Names things by their numbers.
+
+    Args:
+        one: The singular.
+        several: The plural.
+        ids: The numbers.
+        most: The largest number of numbers to list.
+
+    Example:
+
+    >>> counted("process", "processes", [2, 0, 1], most=2)
+    'processes 0, 1 and 1 more'
+    """
+    every = sorted(ids)
+    named = ", ".join(map(str, every[:most]))
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return f"{several if len(every) > 1 else one} {named}{more}"

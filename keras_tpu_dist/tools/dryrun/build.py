@@ -1,0 +1,645 @@
+"""From a user's build function to a lowered step, without memory for weights."""
+
+import contextlib
+import copy
+import operator
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.hardware.calibration import Calibration
+from keras_tpu_dist.hardware.mesh import auto_mesh
+from keras_tpu_dist.hardware.topology import Topology, of_devices
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.input.position import random_numbers, set_random_numbers
+from keras_tpu_dist.layout.lint import Finding
+from keras_tpu_dist.programs.jaxprs import (
+    inner_jaxprs,
+    opened,
+    replacement,
+    with_equations,
+    with_inner_jaxprs,
+)
+from keras_tpu_dist.tools.dryrun.inputs import (
+    check_batch_size,
+    described_batch,
+    given_inputs,
+    symbolic,
+)
+from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
+from keras_tpu_dist.tools.dryrun.tokens import TokenLoop, token_loop
+from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.auto_steps import MOST_STEPS
+from keras_tpu_dist.training.flops import count_tokens, model_flops
+from keras_tpu_dist.training.generation import generate_program, generate_step
+from keras_tpu_dist.training.guard import states_that_fit
+from keras_tpu_dist.training.protocol import Strategy
+from keras_tpu_dist.training.step import jitted_step
+
+Build = Callable[[], keras.Model] | keras.Model
+
+KINDS = {"train": "train", "evaluate": "test", "predict": "predict", "generate": "predict"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is needed to run a lowered program.
+
+    Args:
+        shapes: One batch `(x, y, sample_weight)`, described.
+        placed: The program's batch, described: padded, and stacked if there are several steps.
+        returned: The numbers of the state's values that the program returns.
+        kernels: The equations of its hand-written kernels.
+    """
+
+    shapes: tuple[Any, Any, Any]
+    placed: PlacedBatch
+    returned: tuple[int, ...]
+    kernels: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step ready for a compiler.
+
+    Args:
+        program: The pickled `jax.export.Exported`, arguments flattened to `(state, batch)`.
+        donate: Whether the state's buffers are reused for the new state.
+        axes: Mesh axis names and sizes.
+        devices: The mesh's devices, in order.
+        topology: The slice, or `None` if the mesh is not a TPU slice.
+        platform: The platform it was lowered for, `"tpu"` or `"cpu"`.
+        state: Bytes on one device.
+        parameters: Number of the model's weights.
+        rows: Rows of the batch.
+        tokens: Elements of the first integer input that has a time axis, else 0.
+        layer_names: Names of the model's layers.
+        overstated: Whether the program has loops or convolutions. Quick compilation reports up to
+            three times too much memory for these.
+        steps_per_execution: From `compile`.
+        steps: How many steps the program has.
+        ready_bytes: Bytes on one device of further batches, which training transfers ahead.
+        seconds: Time to build and lower.
+        findings: Mistakes in the layouts.
+        notes: Assumptions.
+        model_flops: Operations of the matrix products on all devices; for training, three times
+            those of the forward pass, without recomputation.
+        compiler_options: The strategy's options for the compiler.
+        optional_options: Names of the options that the strategy chose itself; if a compiler refuses
+            them, it compiles without.
+        tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
+        calibration: Measurements on such chips; the chip of `topology` has their rates.
+        launch: What is needed to run it, if asked for.
+    """
+
+    program: bytes
+    donate: bool
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[Any, ...]
+    topology: Topology | None
+    platform: str
+    state: StateBytes
+    parameters: int
+    rows: int
+    tokens: int
+    layer_names: frozenset[str]
+    overstated: bool
+    steps_per_execution: int
+    steps: int
+    ready_bytes: int
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    model_flops: float = 0.0
+    compiler_options: Mapping[str, Any] | None = None
+    optional_options: tuple[str, ...] = ()
+    tokens_loop: TokenLoop | None = None
+    calibration: Calibration | None = None
+    launch: "Launch | None" = None
+
+    def calibrated(self, calibration: Calibration | None) -> "Lowered":
+        """The same step with the measured rates.
+
+        Args:
+            calibration: The measurements, or `None`.
+
+        Raises:
+            ValueError: If they are from another chip, or the mesh is not a TPU slice.
+        """
+        if calibration is None:
+            return self
+        if self.topology is None:
+            raise ValueError(
+                message(
+                    "A calibration needs a TPU slice and the TPU compiler.",
+                    received={"calibration": str(calibration), "mesh": dict(self.axes)},
+                    fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
+                )
+            )
+        applied = calibration.applied(self.topology)
+        return replace(self, topology=applied, calibration=calibration)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        shape = [size for _, size in self.axes]
+        devices = np.asarray(self.devices, dtype=object).reshape(shape)
+        return auto_mesh(devices, [name for name, _ in self.axes])
+
+
+def lower(
+    build: Build,
+    strategy: Strategy,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    sequence_length: int | None = None,
+    batch_size: int,
+    mode: str = "train",
+    platform: str = "tpu",
+    steps: int = 1,
+    to_run: bool = False,
+) -> Lowered:
+    """Builds a model without memory and lowers its step for the strategy's mesh.
+
+    See `keras_tpu_dist.dry_run` for the arguments.
+
+    Args:
+        steps: Steps of the program. Several are one launch; 0 for `steps_per_execution`.
+        to_run: Whether the program is to be run on simulated devices.
+
+    Returns:
+        The `Lowered` step.
+
+    Raises:
+        ValueError: If `build` does not return a compiled model, or the batch does not fit.
+    """
+    started = time.perf_counter()
+    placer, kind = strategy.placer, checked_mode(mode)
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        if platform != "tpu":
+            stack.enter_context(plain_operations())
+        given = given_inputs(x, y, sample_weight, sequence_length)
+        described_model = described(build, strategy, given, batch_size, mode, notes)
+        model, batch = stack.enter_context(described_model)
+        # In the form that fit passes it to a step: a custom step may unpack `x, y`.
+        placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
+        state = _state(model, kind)
+        held = state_bytes(state, kind, placed)
+        donate = _donates(strategy, kind, state)
+        per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
+        loop = None
+        if mode == "generate":
+            step, state, loop = _generating(model, placer, state, placed)
+        else:
+            step, placed = _launched(model, placer, kind, placed, donate, steps or per_launch)
+        exported = export_step(step, state, placed, platform, notes)
+        flops = _flops(model, batch, mode, notes)
+        return Lowered(
+            program=pickle.dumps(_keras.without_vjp(exported)),
+            donate=donate,
+            axes=tuple(strategy.mesh.shape.items()),
+            devices=tuple(strategy.mesh.devices.flat),
+            state=held,
+            parameters=model.count_params(),
+            rows=operator.index(batch_size),
+            tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
+            layer_names=frozenset(_keras.layer_names(model)),
+            overstated=_is_overstated(exported),
+            steps_per_execution=per_launch,
+            steps=steps or per_launch,
+            ready_bytes=_batches_ready(strategy, per_launch, mode) * held.inputs,
+            seconds=time.perf_counter() - started,
+            findings=_findings(strategy, model, batch_size),
+            notes=tuple(notes),
+            model_flops=flops,
+            tokens_loop=loop,
+            launch=_launch(step, state, placed, exported, batch) if to_run else None,
+            **_of_platform(strategy, platform),
+        )
+
+
+def _launched(
+    model: keras.Model,
+    placer: BatchPlacer,
+    kind: str,
+    placed: PlacedBatch,
+    donate: bool,
+    steps: int,
+) -> tuple[Callable, PlacedBatch]:
+    """The program of one launch, and its batch."""
+    step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
+    return step, placer.describe_many(placed, steps) if steps > 1 else placed
+
+
+def _batches_ready(strategy: Strategy, steps: int, mode: str) -> int:
+    """How many batches the devices hold besides that of the step."""
+    if mode == "generate":
+        return 0
+    # A launch of N steps has N batches on the devices, and the next N are transferred meanwhile.
+    return strategy.runner.prefetch if steps == 1 else 2 * steps - 1
+
+
+def _generating(
+    model: keras.Model, placer: BatchPlacer, state: tuple, placed: PlacedBatch
+) -> tuple[Callable, tuple, TokenLoop | None]:
+    """The program of `generate`, its state, and its loop over tokens."""
+    sampler = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in _keras.sampler_variables(model)]
+    state = (sampler, *state)
+    sizes = [bytes_per_device(leaf) for leaf in jax.tree.leaves(state)]
+    traced = jax.jit(generate_step(model, placer, None)).trace(state, placed)
+    return generate_program(model, placer, None), state, token_loop(traced.jaxpr, sizes)
+
+
+@contextlib.contextmanager
+def described(
+    build: Build,
+    strategy: Strategy,
+    given: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    notes: list[str],
+) -> Iterator[tuple[keras.Model, tuple]]:
+    """A model without memory, with the layouts of training under the strategy, and its batch's
+    shapes.
+
+    Args:
+        build: As in `keras_tpu_dist.dry_run`.
+        strategy: The strategy.
+        given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
+        batch_size: Rows of all devices together.
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
+        notes: Assumptions are appended here.
+
+    Yields:
+        The model and the batch, of `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: If `build` does not return a compiled model, or the batch does not fit.
+    """
+    checked_mode(mode)
+    check_batch_size(batch_size, strategy)
+    batch_size = operator.index(batch_size)
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(_model(build, strategy, mode))
+        # Its inputs and its state are those of predictions.
+        mode = "predict" if mode == "generate" else mode
+        arrays = (given.get("x"), given.get("y"), given.get("sample_weight"))
+        length = given.get("sequence_length")
+        batch = described_batch(model, strategy.placer, *arrays, batch_size, mode, notes, length)
+        tensors = symbolic(batch)
+        if isinstance(build, keras.Model):
+            stack.enter_context(_keras.compiled_anew(model))
+            _build_metrics(build, tensors, mode)
+            stack.enter_context(_borrowed(build, strategy))
+        _keras.symbolic_build(model, tensors, mode)
+        stack.enter_context(_laid_out(model, strategy))
+        yield model, batch
+
+
+def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
+    """Operations of a step's matrix products by the model's formula, 0 if unknown."""
+    if mode == "generate":  # the operations for a token are not those of a call on the prompt
+        return 0.0
+    if type(model).call is keras.Model.call:
+        notes.append("the model has no call(), so the operations of its formula are not known")
+        return 0.0
+    return model_flops(model, batch, mode)
+
+
+@contextlib.contextmanager
+def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]:
+    """The model, in the strategy's scope, with variables that have no values."""
+    if isinstance(build, keras.Model):
+        _check_model(build, mode)
+        _check_built(build)
+        yield build
+        return
+    # Initializers draw their seeds from Python's random numbers. A dry run must not change the
+    # weights of the program's next model.
+    numbers = random_numbers()
+    with strategy.scope(), _keras.abstract_variables(), _keras.fresh_names():
+        try:
+            model = build()
+        except Exception as error:
+            name = getattr(build, "__qualname__", repr(build))
+            error.add_note(f"raised by {name}, the build function given to dry_run")
+            raise
+        finally:
+            set_random_numbers(numbers)
+        _check_model(model, mode)
+        yield model
+
+
+def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
+    """Builds the metrics of the user's model for real, as its first `fit` would."""
+    if mode == "predict":
+        _keras.symbolic_build(model, tensors, mode)
+        return
+    optimizer, model.optimizer = model.optimizer, None
+    try:
+        _keras.symbolic_build(model, tensors, mode)
+    finally:
+        model.optimizer = optimizer
+
+
+@contextlib.contextmanager
+def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
+    """Uses the user's model, and restores its layouts and its optimizer afterwards."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = _keras.state_variables(model)
+    with _keras.attributes_restored(variables, membership.chosen_mark.attribute):
+        try:
+            with strategy.scope(), _keras.abstract_variables():
+                if optimizer is not None and not optimizer.built:
+                    model.optimizer = fresh_optimizer(optimizer)
+                yield
+        finally:
+            model.optimizer = optimizer
+
+
+def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """A copy to build, whatever arguments its class takes: only lists and variables are copied.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    # Not from its config: a custom optimizer may have none, or take other arguments.
+    copied = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
+    memo[id(optimizer)] = copied
+    for value in vars(optimizer).values():
+        if isinstance(value, keras.optimizers.Optimizer):
+            memo[id(value)] = fresh_optimizer(value)
+        elif isinstance(value, keras.Layer):
+            memo[id(value)] = value
+    vars(copied).update(copy.deepcopy(vars(optimizer), memo))
+    return copied
+
+
+def _check_built(model: keras.Model) -> None:
+    if not _keras.is_built(model):
+        raise ValueError(
+            message(
+                "A model passed to a dry run must be built.",
+                received=f"model {model.name!r}, some of whose layers have no weights yet.",
+                fix="Pass the function that builds and compiles the model instead, or call the "
+                "model on data first.",
+            )
+        )
+
+
+class NoModel(ValueError):
+    """The function that builds the model returned something else."""
+
+
+def fails_anywhere(error: BaseException) -> bool:
+    """Whether a dry run failed in the user's code, so that no mesh and no layout would help.
+
+    Args:
+        error: What the dry run raised.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
+    own = frame is None or module.partition(".")[0] in ("keras_tpu_dist", "keras", "jax", "jaxlib")
+    return isinstance(error, NoModel) or not own
+
+
+def _check_model(model: Any, mode: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise NoModel(
+            message(
+                "build() must return a keras.Model.",
+                received={"build()": model},
+                fix="End the function with `return model`.",
+            )
+        )
+    if mode == "generate":
+        _check_generates(model)
+    if mode != "predict" and not model.compiled:
+        raise ValueError(
+            message(
+                f"A dry run of mode {mode!r} needs a compiled model.",
+                received=f"model {model.name!r}, on which compile() was not called.",
+                fix='Call model.compile(optimizer, loss) in build(), or use mode="predict".',
+            )
+        )
+
+
+def _check_generates(model: keras.Model) -> None:
+    if not _keras.generates(model):
+        raise ValueError(
+            message(
+                'A dry run of mode "generate" needs a model with generate_step(), as language '
+                "models of KerasHub have.",
+                received=f"model {model.name!r}, a {type(model).__name__}.",
+                fix='Pass a CausalLM, or use mode="predict" for one call of the model.',
+            )
+        )
+
+
+def checked_mode(mode: Any) -> str:
+    """Keras's name for the step of a mode.
+
+    Args:
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if not isinstance(mode, str) or mode not in KINDS:
+        raise ValueError(
+            message(
+                "The mode selects the step to compile.",
+                received={"mode": mode},
+                fix=f"Use one of: {', '.join(KINDS)}.",
+                name=str(mode),
+                choices=KINDS,
+            )
+        )
+    return KINDS[mode]
+
+
+@contextlib.contextmanager
+def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
+    """Gives variables and layer outputs the layouts that they have in training."""
+    member = membership.Membership(strategy)
+    for variable, layout in member.targets(model):
+        given = membership.given_layout(variable) is not None
+        _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
+    with strategy.runner.call(member):
+        yield
+
+
+def _findings(strategy: Strategy, model: keras.Model, batch_size: int | None) -> tuple:
+    """What lint says, but for transfers, which a dry run counts itself."""
+    found = strategy.lint(model, batch_size=batch_size).findings
+    return tuple(each for each in found if each.code != "unpaired")
+
+
+def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
+    """The step's state as `jax.ShapeDtypeStruct`, in Keras's order."""
+    groups: list[list] = [model.trainable_variables, model.non_trainable_variables]
+    if kind == "train":
+        groups.append(model.optimizer.variables)
+    if kind != "predict":
+        groups.append(model.metrics_variables)
+    shardings = _keras.state_shardings(model, kind)
+    return tuple(
+        [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
+            for v, sharding in zip(variables, of_group)
+        ]
+        for variables, of_group in zip(groups, shardings)
+    )
+
+
+def _of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
+    """The slice, and the strategy's options for the compiler; none if CPU devices replace it."""
+    topology = strategy.topology or of_devices(strategy.mesh.devices)
+    found = {"platform": platform, "topology": topology if platform == "tpu" else None}
+    if strategy.mesh.devices.flat[0].platform != platform:
+        return found
+    optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)
+    options = strategy.runner.compiler_options
+    return {**found, "compiler_options": options, "optional_options": optional}
+
+
+def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
+    if kind != "train" or strategy.options.donate_state is False:
+        return False
+    sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
+    hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
+    return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
+
+
+def _is_overstated(exported: jax.export.Exported) -> bool:
+    # These are the names of operations in MLIR's bytecode.
+    names = (b"while", b"convolution")
+    return any(name in exported.mlir_module_serialized for name in names)
+
+
+def _launch(
+    step: Callable,
+    state: tuple,
+    placed: PlacedBatch,
+    exported: jax.export.Exported,
+    shapes: tuple,
+) -> Launch:
+    """What is needed to run a program."""
+    numbered = jax.tree.unflatten(exported.out_tree, range(len(exported.out_avals)))
+    # A step leaves out values that it only reads.
+    after = [value for group in numbered[1] for value in group]
+    returned = tuple(n for n, value in enumerate(after) if value is not None)
+
+    def kernels(jaxpr: Any) -> Iterator[Any]:
+        for equation in opened(jaxpr).eqns:
+            if equation.primitive.name == "pallas_call":
+                yield equation
+            else:
+                for inner in inner_jaxprs(equation):
+                    yield from kernels(inner)
+
+    found: tuple[Any, ...] = ()
+    if b"tpu_custom_call" in exported.mlir_module_serialized:
+        found = tuple(kernels(jax.jit(step).trace(state, placed).jaxpr))
+    return Launch(shapes, placed, returned, found)
+
+
+def export_step(
+    step: Callable, state: tuple, placed: PlacedBatch, platform: str, notes: list[str]
+) -> jax.export.Exported:
+    """Lowers a step for a platform.
+
+    Args:
+        step: `(state, batch) -> (outputs, state)`, jitted.
+        state: The state as `jax.ShapeDtypeStruct`.
+        placed: The batch, likewise.
+        platform: `"tpu"` or `"cpu"`.
+        notes: Assumptions are appended here.
+
+    Raises:
+        ValueError: If the step calls host code for its effects.
+    """
+    leaves, treedef = jax.tree.flatten(placed)
+
+    def flat_step(state, leaves):
+        return step(state, jax.tree.unflatten(treedef, leaves))
+
+    # The JAX that lowers a program also compiles it, so calls into the compiler are safe even if
+    # JAX does not promise compatibility for them.
+    allowed = [
+        jax.export.DisabledSafetyCheck.custom_call(target)
+        # jax 0.10.1 does not know "ALL"
+        for target in ("ALL", "LayoutConstraint")
+    ]
+
+    def exported(function: Callable) -> jax.export.Exported:
+        jitted = jax.jit(function)
+        export = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)
+        return export(state, leaves)
+
+    try:
+        return exported(flat_step)
+    except NotImplementedError as error:
+        if "host_callbacks" not in str(error):
+            raise
+        cause = error
+    notes.append(
+        "results of jax.pure_callback are taken to be zeros, without delay: its time and its "
+        "transfers are not counted"
+    )
+    try:
+        return exported(_with_zeros_of_the_host(flat_step, state, leaves))
+    except NotImplementedError:
+        raise ValueError(
+            message(
+                "The step of a dry run is compiled in another process, which cannot call Python "
+                "code of this process.",
+                received="a step that calls Python for its effects, as jax.debug.print and "
+                "jax.experimental.io_callback do.",
+                fix="Leave it out of the model that `build` returns.",
+            )
+        ) from cause
+
+
+def _with_zeros_of_the_host(function: Callable, *args: Any) -> Callable:
+    """A function with zeros instead of the results of `jax.pure_callback`."""
+    traced = jax.jit(function).trace(*args)
+    program = core.jaxpr_as_fun(_without_callbacks(traced.jaxpr))
+    structure = jax.tree.structure(traced.out_info)
+
+    def with_zeros(*args):
+        return jax.tree.unflatten(structure, program(*jax.tree.leaves(args)))
+
+    return with_zeros
+
+
+def _without_callbacks(jaxpr: Any) -> Any:
+    equations: list[Any] = []
+    for equation in opened(jaxpr).eqns:
+        if equation.primitive.name == "pure_callback":
+            results = [variable.aval for variable in equation.outvars]
+            equations += replacement(
+                equation, lambda *_, of=results: [jnp.zeros(r.shape, r.dtype) for r in of]
+            )
+        else:
+            equations.append(with_inner_jaxprs(equation, _without_callbacks))
+    return with_equations(jaxpr, equations)

@@ -1,0 +1,511 @@
+"""Dry run: compile any Keras model for a TPU slice that you don't have."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from keras_tpu_dist.common.checks import check_callable, check_seconds
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
+from keras_tpu_dist.hardware.crossings import crossings, num_hosts
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hardware.torus import Torus
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.tools.dryrun.build import Build, Lowered, checked_mode, lower
+from keras_tpu_dist.tools.dryrun.cache import Cache, without_source_lines
+from keras_tpu_dist.tools.dryrun.compile import (
+    EFFORTS,
+    Compiled,
+    bytes_in_message,
+    compile_lowered,
+    has_libtpu,
+    larger_twin,
+)
+from keras_tpu_dist.tools.dryrun.inputs import check_asked, given_inputs
+from keras_tpu_dist.tools.dryrun.largest import find_largest
+from keras_tpu_dist.tools.dryrun.open_sizes import check_length
+from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
+from keras_tpu_dist.tools.dryrun.report import Estimate, estimate
+from keras_tpu_dist.tools.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
+from keras_tpu_dist.tools.hlo.layers import Attribution
+from keras_tpu_dist.training.protocol import Strategy
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# This close to the limit, the quick compilation is repeated at full effort.
+_NEAR_LIMIT = 0.10
+# For a program with loops or convolutions, quick compilation reports up to this many times the true
+# memory (measured: 3.3 for two LSTM layers over 128 steps, 2.2 for MobileNetV2).
+_OVERSTATEMENT = 4.0
+
+# A note appears if the share of cycles that we estimate, because the compiler reports none, exceeds
+# this.
+_LITTLE = 0.02
+
+Progress = Callable[[str], None]
+
+
+def dry_run(
+    build: Build,
+    strategy: Strategy,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    sequence_length: int | None = None,
+    batch_size: int | None = None,
+    mode: str = "train",
+    effort: str = "quick",
+    timeout: float = 1800.0,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> DryRun:
+    """Compiles one step of a model for a TPU slice, and reports its memory, time and collectives.
+
+    The model is built without memory for its weights. The real TPU compiler compiles it in a
+    separate process, on any machine with libtpu (`pip install 'jax[tpu]'`). Without libtpu, the CPU
+    compiler partitions the program instead: you get memory and collectives, but no times.
+
+    Args:
+        build: A function without arguments that builds, compiles and returns a model; or a built
+            model, which is not changed.
+        strategy: A `TPUStrategy`, usually with `topology="v5e:16x16"`.
+        x: The input: an array, `jax.ShapeDtypeStruct((1, 512), "int32")`, or a structure of them.
+            `batch_size` replaces the number of its rows. Defaults to the model's declared inputs.
+        y: The target, likewise. By default it is derived from the model's outputs and its loss.
+        sample_weight: Sample weights, likewise.
+        sequence_length: The length of texts and other sequences, if the model's inputs leave it
+            open, as KerasHub's tasks do. It fills every open size of arrays with at most three
+            dimensions. Give other open sizes, such as those of images, with `x`.
+        batch_size: The global batch size. By default, the largest batch that fits is found as in
+            `largest_batch`, with up to eight compilations, and a note.
+        mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"` for a language model of
+            KerasHub; then the report is for one token in every row.
+        effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, as in training. Quick is about three
+            times faster. It is repeated as exact if the memory is within 10 % of the limit (within
+            four times the limit for programs with loops or convolutions, whose memory it
+            overstates). Its cycle estimates are about twice too high, so reports show the range
+            that contains the exact ones.
+        timeout: Seconds after which a compilation is stopped.
+        calibration: Rates and factors that were measured on such chips: a `Calibration`, or the
+            path of a file from `Calibration.save`. Every report mentions it.
+        progress: Called with a line of text at every stage.
+
+    Returns:
+        A `DryRun`. If the model does not fit, you see it in the report; no error is raised.
+        Operations are those that run, so recomputation in the backward pass counts again, and flash
+        attention counts the blocks that its mask leaves.
+
+    Raises:
+        ValueError: If an argument is wrong, or `build` does not return a compiled model.
+        RuntimeError: If the compiler fails for a reason other than memory.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> from keras_tpu_dist.tools.dryrun.run import dry_run
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, name="dense")])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
+    >>> run = dry_run(build, strategy, batch_size=64)  # doctest: +SKIP
+    >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
+    (True, [('data',)])
+    """
+    check_length("dry_run", sequence_length)
+    measured = checked_calibration(calibration)
+    inputs = given_inputs(x, y, sample_weight, sequence_length)
+
+    def run_with(batch_size: int, thorough: bool = False) -> DryRun:
+        return run_once(
+            build,
+            strategy,
+            inputs=inputs,
+            batch_size=batch_size,
+            mode=mode,
+            effort=effort,
+            timeout=timeout,
+            progress=progress,
+            thorough=thorough,
+            calibration=measured,
+        )
+
+    if batch_size is None:
+        check_asked(build, strategy)
+        return _of_the_largest(run_with, strategy)
+    return run_with(batch_size, thorough=True)
+
+
+def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> DryRun:
+    """The dry run of the largest batch that fits, or of the smallest one if none fits."""
+    if strategy.topology is None or not has_libtpu():
+        lacks = "libtpu" if strategy.topology else "a slice, whose memory is known"
+        raise ValueError(
+            message(
+                "Without a batch size, a dry run uses the largest that fits, which needs a slice "
+                "and its compiler.",
+                received=f"batch_size=None, without {lacks}.",
+                fix="Give batch_size, the rows of all devices together"
+                + (", or pip install 'jax[tpu]'." if strategy.topology else "."),
+            )
+        )
+    unit = strategy.num_replicas_in_sync
+    found = find_largest(run_with, unit, strategy.topology.hbm_bytes)
+    if found.batch_size:
+        which = f"{found.batch_size} is the largest that fits"
+    else:
+        which = f"not even {unit}, the smallest, fits"
+    note = f"batch_size was not given: {which}, found with {len(found.tried)} compilation(s)"
+    return replace(found.run, notes=(note, *found.run.notes))
+
+
+def run_once(
+    build: Build,
+    strategy: Strategy,
+    *,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    effort: str,
+    timeout: float,
+    progress: Progress | None = None,
+    thorough: bool = True,
+    cache: Cache | None = None,
+    calibration: Calibration | None = None,
+) -> DryRun:
+    """One dry run; see `dry_run`.
+
+    Args:
+        thorough: Whether to compile a program near the memory limit again at full effort, and one
+            that does not fit for a larger slice, to see what needs the memory.
+        cache: The cache of compilations. With it, the compiler's messages name no source lines.
+        calibration: Measurements on such chips.
+    """
+    _check_effort(effort)
+    check_how(mode, timeout, progress)
+    with stages(f"dry run, {mode} step", 3) as begin:
+
+        def tell(words: str) -> None:
+            begin(words)
+            (progress or logger.debug)(words)
+
+        tell("building and lowering")
+        lowered = lower_once(
+            build, strategy, inputs=inputs, batch_size=batch_size, mode=mode, cache=cache
+        ).calibrated(calibration)
+        how: dict[str, Any] = {"effort": effort, "timeout": timeout, "thorough": thorough}
+        return compile_once(lowered, mode=mode, progress=tell, cache=cache, **how)
+
+
+def lower_once(
+    build: Build,
+    strategy: Strategy,
+    *,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    cache: Cache | None = None,
+) -> Lowered:
+    """The first half of `run_once`, which needs Keras, and therefore the thread that set it up.
+
+    Args:
+        build: See `dry_run`.
+        strategy: See `dry_run`.
+        inputs: `x`, `y`, `sample_weight` and `sequence_length`; see `dry_run`.
+        batch_size: See `dry_run`.
+        mode: See `dry_run`.
+        cache: The cache of compilations; with it, equal programs do not differ in source lines.
+    """
+    check_asked(build, strategy)
+    for_tpu = has_libtpu() and _is_tpu(strategy)
+    platform = "tpu" if for_tpu else "cpu"
+    with contextlib.nullcontext() if cache is None else without_source_lines():
+        lowered = lower(
+            build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
+        )
+    if _is_tpu(strategy) and not for_tpu:
+        logger.warning(_NO_LIBTPU)
+        lowered = replace(lowered, notes=(*lowered.notes, _NO_LIBTPU))
+    return lowered
+
+
+def compile_once(
+    lowered: Lowered,
+    *,
+    mode: str,
+    effort: str,
+    timeout: float,
+    progress: Progress,
+    thorough: bool,
+    cache: Cache | None = None,
+) -> DryRun:
+    """The second half of `run_once`, for any thread.
+
+    Args:
+        lowered: From `lower_once`.
+        mode: See `dry_run`.
+        effort: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
+        thorough: See `run_once`.
+        cache: See `run_once`.
+    """
+    notes = list(lowered.notes)
+    where = lowered.topology.name if lowered.topology else "CPU"
+    progress(f"compiling for {where}, effort {effort}")
+    compiled = [compile_lowered(lowered, effort=effort, timeout=timeout, cache=cache)]
+    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
+        progress("near the memory limit: compiling again, effort exact")
+        why = ", and overstates loops and convolutions" if lowered.overstated else ""
+        notes.append(f"quick compilation came near the memory limit{why}: this is the exact one")
+        compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout, cache=cache))
+    verdict = compiled[-1]
+    sized_on = None
+    twin = larger_twin(lowered) if verdict.error and thorough else None
+    if twin is not None:
+        progress(f"does not fit: measuring on {twin.name}")
+        compiled.append(
+            compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin, cache=cache)
+        )
+        sized_on = twin.name if compiled[-1].error is None else None
+    progress("analysing")
+    return _report(lowered, mode, compiled, verdict, sized_on, notes)
+
+
+_NO_LIBTPU = (
+    "libtpu is not installed, so XLA's CPU partitioner replaces the TPU compiler: memory and "
+    "collectives are approximate, attention is plain XLA operations, and there are no times. "
+    "To install it: pip install 'jax[tpu]'."
+)
+
+
+def check_how(mode: Any, timeout: Any, progress: Any) -> None:
+    """Checks the options of a dry run.
+
+    Args:
+        mode: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
+
+    Raises:
+        ValueError: If one has the wrong type or value.
+    """
+    check_seconds("a dry run", timeout=timeout)
+    check_progress("a dry run", progress)
+    checked_mode(mode)
+
+
+def check_progress(caller: str, progress: Any) -> None:
+    """Checks the function that is called at every stage; it may be `None`.
+
+    Args:
+        caller: The function that got it, for the error.
+        progress: The argument.
+
+    Raises:
+        ValueError: If it cannot be called.
+    """
+    if progress is not None:
+        check_callable(caller, progress=progress)
+
+
+def _check_effort(effort: Any) -> None:
+    if not isinstance(effort, str) or effort not in EFFORTS:
+        raise ValueError(
+            message(
+                "The effort is how hard the compiler tries.",
+                received={"effort": effort},
+                fix="Use 'quick' or 'exact'.",
+                name=str(effort),
+                choices=EFFORTS,
+            )
+        )
+
+
+def _is_tpu(strategy: Strategy) -> bool:
+    return strategy.mesh.devices.flat[0].platform == "tpu"
+
+
+def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
+    if lowered.topology is None:
+        return False
+    limit = lowered.topology.hbm_bytes
+    if compiled.error is None:
+        return compiled.total_bytes > (1 - _NEAR_LIMIT) * limit
+    stated = bytes_in_message(compiled.error, argument_bytes=lowered.state.arguments)
+    hope = _OVERSTATEMENT if lowered.overstated else 1 + _NEAR_LIMIT
+    return bool(stated) and stated[0] < hope * limit and lowered.state.lasting < limit
+
+
+def _report(
+    lowered: Lowered,
+    mode: str,
+    compiled: list[Compiled],
+    verdict: Compiled,
+    sized_on: str | None,
+    notes: list[str],
+) -> DryRun:
+    measured = compiled[-1] if sized_on else verdict
+    topology = lowered.topology
+    sized = Topology.parse(sized_on) if sized_on else topology
+    loop = _loop_cost(lowered, measured, sized)
+    cost = _cost(lowered, measured, sized) if loop is None else loop.round
+    times = _estimated(lowered, cost, verdict)
+    of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
+    limit_bytes = 0 if loop is None else _read_bytes(lowered, loop)
+    stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
+    total = stated[0] if stated else measured.total_bytes if measured.memory else 0
+    fits = None if topology is None else verdict.error is None
+    layer = Attribution(lowered.layer_names).layer
+    if times is not None and topology is not None and cost is not None:
+        notes.append(_assumption(verdict, topology, cost, lowered.calibration))
+    notes += _remedies(lowered, total, measured, topology) if fits is False else []
+    notes += _beside_the_step(lowered, topology)
+    if cost is not None:
+        notes += _uncounted(cost)
+    return DryRun(
+        mode=mode,
+        compiled_for=verdict.compiled_for,
+        mesh=lowered.axes,
+        batch_size=lowered.rows,
+        parameters=lowered.parameters,
+        fits=fits,
+        limit_bytes=topology.hbm_bytes if topology else None,
+        total_bytes=total,
+        memory=measured.memory,
+        state=lowered.state,
+        cost=cost,
+        estimate=times,
+        effort=verdict.effort,
+        tokens=lowered.tokens,
+        error=verdict.error,
+        sized_on=sized_on,
+        rematerialized=tuple(dict.fromkeys(layer(n) for n in verdict.rematerialized)),
+        build_seconds=lowered.seconds,
+        compile_seconds=sum(c.seconds for c in compiled),
+        compile_cpu_seconds=sum(c.cpu_seconds for c in compiled),
+        compile_peak_bytes=max(c.peak_process_bytes for c in compiled),
+        findings=lowered.findings,
+        notes=tuple(notes),
+        hosts=num_hosts(lowered.mesh),
+        crossings=tuple(crossings(lowered.mesh).items()),
+        torus=Torus.of(lowered.devices),
+        model_flops=lowered.model_flops,
+        peak_flops=published(topology).peak_flops() if topology else None,
+        calibration="" if lowered.calibration is None else str(lowered.calibration),
+        prompt_s=None if of_prompt is None else of_prompt.step,
+        prompt_range=None if of_prompt is None else of_prompt.span,
+        token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
+    )
+
+
+def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
+    """Notes about memory of training that one step does not show."""
+    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
+        ready = size_text(lowered.ready_bytes)
+        yield f"besides, training holds {ready} of other batches on each device"
+    if lowered.steps_per_execution > 1:
+        yield f"all figures are for one of {lowered.steps_per_execution} steps per execution"
+
+
+def _uncounted(cost: ProgramCost) -> Iterator[str]:
+    """Notes about operations that the figures leave out."""
+    if cost.unestimated_kernels:
+        yield (
+            f"{len(cost.unestimated_kernels)} hand-written kernel(s) report no cost: their "
+            "operations are missing from the FLOPs"
+        )
+    if cost.whole_kernels:
+        yield (
+            f"{len(cost.whole_kernels)} attention kernel(s) skip what a mask in the data leaves "
+            "out: counted as if they skipped nothing"
+        )
+    if cost.unknown_loops:
+        yield f"{len(cost.unknown_loops)} loop(s) run as often as the data says; counted once"
+
+
+def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> ProgramCost | None:
+    if not compiled.text:
+        return None
+    wire = _wire(lowered, topology)
+    return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _estimated(lowered: Lowered, cost: ProgramCost | None, verdict: Compiled) -> Estimate | None:
+    if lowered.topology is None or cost is None or verdict.error:
+        return None
+    return estimate(cost, lowered.topology, verdict.effort, lowered.calibration)
+
+
+def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> LoopCost | None:
+    """The costs of a loop over tokens, if the program generates."""
+    if lowered.tokens_loop is None or not compiled.text:
+        return None
+    wire = _wire(lowered, topology)
+    return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _read_bytes(lowered: Lowered, loop: LoopCost) -> int:
+    """Bytes that a device reads for a token if it reads weights and caches once."""
+    return lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
+
+
+def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
+    devices = lowered.devices if topology is lowered.topology else ()
+    return Wire.of(dict(lowered.axes), devices if topology else (), topology)
+
+
+def _assumption(
+    verdict: Compiled, topology: Topology, cost: ProgramCost, calibration: Calibration | None
+) -> str:
+    chip = topology.chip
+    note = (
+        f"the step's time is the compiler's cycle estimates at {chip.clock / 1e9:.2f} GHz plus the "
+        "collectives it does not overlap, without the input pipeline; it was not measured"
+    )
+    if cost.kernel_flops:
+        note += "; hand-written kernels such as attention's count as if they ran at full speed"
+    if cost.silent_cycles > _LITTLE * cost.cycles:
+        note += (
+            f"; {cost.silent_cycles / cost.cycles:.0%} of the cycles are estimated here, as the "
+            "compiler states none for scatters, gathers, some slices and sorts"
+        )
+    if verdict.effort == "quick":
+        note += "; the cycles of effort quick come out about twice too high, so times are ranges"
+    if calibration is not None:
+        note += f"; calibrated by {calibration}"
+    if chip.assumed:
+        names = " and ".join(name.replace("_", " ") for name in chip.assumed)
+        note += f"; Google publishes no {names} of {chip.name}, the one used here is assumed"
+    return note
+
+
+def _remedies(
+    lowered: Lowered, total: int, measured: Compiled, topology: Topology | None
+) -> list[str]:
+    """Ways to make the program fit, by arithmetic."""
+    if topology is None:
+        return []
+    state = lowered.state.lasting
+    # the larger slice shows the bytes of activations before the compiler saves memory
+    temporaries = measured.memory.get("temporaries", total - state)
+    found = []
+    if state > topology.hbm_bytes / 2:
+        ways = dict(lowered.axes)
+        found.append(
+            f"weights and optimizer alone take {size_text(state)} a device on {ways}: "
+            'split them with a layout ("fsdp", "tensor_parallel" or rules), over more devices if '
+            "they are split already"
+        )
+    if temporaries > topology.hbm_bytes / 2:
+        found.append(
+            f"activations and other temporaries take {size_text(temporaries)}: a smaller "
+            'batch_size, mixed_bfloat16, or TPUStrategy(remat="full") would shrink them; '
+            "largest_batch() finds the batch that fits"
+        )
+    return found

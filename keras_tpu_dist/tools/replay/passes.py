@@ -1,0 +1,140 @@
+"""Finds the pass of the TPU compiler after which a program is wrong."""
+
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from keras_tpu_dist.hardware.versions import TPU_FAULTS
+from keras_tpu_dist.tools.replay.report import Row, WrongPass
+from keras_tpu_dist.tools.replay.rewrite import CannotRun
+
+# module_0004.jit_call.cl_1.0063.the-pipeline.after_the-pass.before_the-next.txt
+_DUMP = re.compile(r"\.(\d+)\.[^/]*?\.?after_([^/]+?)\.before_([^/]+?)\.txt$")
+# A pass behind which the program may be that of one device, with collectives.
+_PARTITIONER = re.compile(r"spmd|shardy", re.IGNORECASE)
+# A pass whose program cannot be run is left out; the next one in this many places is tried.
+_NEAR = 6
+
+
+class Runs(Protocol):
+    """A launch that was compiled."""
+
+    def dumped(self, folder: str) -> None:
+        """Writes the program after each pass into a folder.
+
+        Args:
+            folder: The folder.
+        """
+        ...
+
+    def run(self, texts: list[str]) -> list[list[Row] | str]:
+        """Compares the results of programs.
+
+        Args:
+            texts: The programs.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Dump:
+    """The program after a pass."""
+
+    number: int
+    after: str
+    path: Path
+
+
+def dumps_in(folder: str | Path) -> list[tuple[int, str, Path]]:
+    """The programs after each pass, of the largest module in a folder, in order.
+
+    Args:
+        folder: What `xla_dump_to` named.
+
+    Returns:
+        The number of the pass, its name and its file.
+    """
+    by_module: dict[str, list[tuple[int, str, Path]]] = {}
+    for path in Path(folder).glob("*.txt"):
+        found = _DUMP.search(path.name)
+        if found:
+            module = path.name.split(".")[0]
+            by_module.setdefault(module, []).append((int(found[1]), found[2], path))
+    if not by_module:
+        return []
+    return sorted(max(by_module.values(), key=len))
+
+
+def first_wrong(compiled: Runs) -> WrongPass | None:
+    """The first pass after which the program computes something else, by halves.
+
+    Args:
+        compiled: The launch, whose finished program is wrong.
+
+    Returns:
+        The pass, or `None` if no program between the partitioner and the end can be run, or if
+        the program is wrong as soon as it is partitioned.
+    """
+    with tempfile.TemporaryDirectory(prefix="keras_tpu_dist_") as folder:
+        compiled.dumped(folder)
+        dumps = [_Dump(*each) for each in dumps_in(folder)]
+        starts = [n for n, dump in enumerate(dumps) if _partitioned(dump)]
+        if not starts:
+            return None
+        low, high = starts[0], len(dumps) - 1
+        tried = 0
+
+        def right(n: int) -> bool | None:
+            nonlocal tried
+            tried += 1
+            try:
+                (rows,) = compiled.run([dumps[n].path.read_text(errors="replace")])
+            except CannotRun:
+                return None
+            return None if isinstance(rows, str) else all(row.equal for row in rows)
+
+        known: dict[int, bool] = {}
+
+        def near(n: int) -> int | None:
+            """A program that can be run, as near as may be, strictly between the two."""
+            for distance in range(_NEAR):
+                for at in {n - distance, n + distance}:
+                    if low < at < high and at not in known:
+                        answer = right(at)
+                        if answer is not None:
+                            known[at] = answer
+                            return at
+            return None
+
+        for at in range(low, min(low + _NEAR, high)):
+            answer = right(at)
+            if answer is not None:
+                low = at
+                known[at] = answer
+                break
+        else:
+            return None
+        if not known[low]:
+            return WrongPass("", dumps[low].after, "", tried, "")
+        while (at := near((low + high) // 2)) is not None:
+            low, high = (at, high) if known[at] else (low, at)
+        names = [dump.after for dump in dumps[low + 1 : high + 1]]
+        name = names[0] if len(names) == 1 else " or ".join(dict.fromkeys(names))
+        return WrongPass(name, dumps[low].after, dumps[high].after, tried, _known(names))
+
+
+def _partitioned(dump: _Dump) -> bool:
+    """Whether the program is that of one device."""
+    if not _PARTITIONER.search(dump.after):
+        return False
+    head = dump.path.read_text(errors="replace")
+    return "sharding={" not in head.split("ENTRY", 1)[-1] or "partition-id" in head
+
+
+def _known(names: list[str]) -> str:
+    for fault in TPU_FAULTS:
+        if any(name in fault.passes for name in names):
+            return f"{fault.report}: {fault.what}"
+    return ""

@@ -1,0 +1,494 @@
+"""Verify: what the TPU compiler makes of a model, run on simulated devices beside one device."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import check_flags, check_seconds
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
+from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.host_arrays import padded
+from keras_tpu_dist.processes.arrays import whole
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.tools.checkup.aside import aside, on_one
+from keras_tpu_dist.tools.checkup.batch import Given, values
+from keras_tpu_dist.tools.checkup.bounds import gap, largest
+from keras_tpu_dist.tools.checkup.prepared import State, is_half, nudged
+from keras_tpu_dist.tools.dryrun.build import (
+    KINDS,
+    Build,
+    Lowered,
+    checked_mode,
+    fresh_optimizer,
+    lower,
+)
+from keras_tpu_dist.tools.dryrun.compile import (
+    cpu_environment,
+    has_libtpu,
+    job_of,
+    run_compiler,
+    run_job,
+)
+from keras_tpu_dist.tools.dryrun.inputs import check_asked, given_inputs, symbolic
+from keras_tpu_dist.tools.hlo.parse import parse
+from keras_tpu_dist.tools.replay import execute
+from keras_tpu_dist.tools.replay.kernels import interpreted, kernel_name
+from keras_tpu_dist.tools.replay.passes import first_wrong
+from keras_tpu_dist.tools.replay.report import Row, Verification
+from keras_tpu_dist.tools.replay.rewrite import runnable
+from keras_tpu_dist.training.protocol import Strategy
+
+# Equal: as the promise for float32 (docs/ragged.md); in half precision a few times the 8 bits of
+# bfloat16. Where the model itself amplifies rounding, what a change of its weights and inputs by an
+# ulp or two does to a result, this many times.
+_FLOAT32, _HALF = 1e-5, 5e-2
+_TIMES, _TIMES_OF_HALF, _DRAWS = 8.0, 16.0, 2
+_MODES = ("train", "evaluate", "predict")
+# They store operands of products as bfloat16, which a chip rounds them to anyway. Without them,
+# what is left is float32, and comparable to 1e-5.
+ROUNDING_PASSES = (
+    "bfloat16-propagation",
+    "bf16-conversion-folding",
+    "bfloat16-conversion-folding",
+    "multi_output_fusion_and_bf16_folding",
+)
+
+
+def verify(
+    build: Build,
+    strategy: Strategy,
+    *,
+    batch_size: int,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    sequence_length: int | None = None,
+    mode: str = "train",
+    steps: int | None = None,
+    as_on_chip: bool = False,
+    timeout: float = 1800.0,
+) -> Verification:
+    """Runs the TPU compiler's program for a model, without a TPU, beside the model on one device.
+
+    The real TPU compiler compiles the launch that `fit` would make for the slice: partitioned,
+    fused and scheduled. That program is run on as many simulated devices, and every result is
+    compared with stock Keras on one device: weights, slots, metrics, losses, predictions. If they
+    differ, the program is also run as it was after each of the compiler's passes, as far as
+    needed to name the first one after which it is wrong.
+
+    This finds what a compiler computes wrongly. It does not find what is wrong with a chip, how
+    long a step takes, or faults behind the compiler's text, such as two arrays in one place of
+    memory. It computes in full float32 unless you ask for the rounding of the chip.
+
+    Args:
+        build: A function without arguments that builds, compiles and returns a model; or a built
+            model, which is not changed. It runs here, so use one that fits into your memory: fewer
+            layers of the same kinds make the same kinds of programs.
+        strategy: A `TPUStrategy` for a slice, with `topology="v5e:2x4"`. Up to 16 chips are
+            practical.
+        batch_size: The global batch size.
+        x: The input: arrays, whose rows are used in turn, or their shapes. By default random
+            numbers for the inputs that the model declares.
+        y: The target, likewise.
+        sample_weight: Sample weights, likewise.
+        sequence_length: The size of every open time axis, as for `dry_run`.
+        mode: `"train"`, `"evaluate"` or `"predict"`.
+        steps: Steps of a launch. Defaults to `steps_per_execution` of `compile`. With one step,
+            two launches follow each other.
+        as_on_chip: Whether products of float32 round their operands to bfloat16, as a TPU does
+            by default. Results then differ from one device by what you will see on the chip.
+        timeout: Seconds after which compiling, or running, is stopped.
+
+    Returns:
+        A `Verification`. If results differ, you see it there; no error is raised.
+
+    Raises:
+        ValueError: If an argument is wrong, or the program has an operation that cannot be run on
+            simulated devices.
+        RuntimeError: If the compiler refuses the program, or libtpu is not installed.
+
+    References:
+        - TPUs multiply float32 in bfloat16 by default: jax.readthedocs.io, jax.lax.Precision
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    ...     model.compile("adam", "mse", steps_per_execution=4)
+    ...     return model
+    >>> strategy = ktd.TPUStrategy(topology="v5e:2x2")
+    >>> verified = ktd.verify(build, strategy, batch_size=10)  # doctest: +SKIP
+    >>> verified.equal  # doctest: +SKIP
+    True
+    """
+    started = time.perf_counter()
+    _check(build, strategy, mode, steps, as_on_chip, timeout)
+    given = Given(x, y, sample_weight, batch_size, sequence_length)
+    with stages(f"verify, {mode}", 4) as begin:
+        begin("building and lowering for the slice")
+        # The compiler has kernels of its own for ragged products, whose code cannot be run here.
+        with _ragged_products_as_products():
+            lowered = lower(
+                build,
+                strategy,
+                **given_inputs(x, y, sample_weight, sequence_length),
+                batch_size=batch_size,
+                mode=mode,
+                steps=steps or 0,
+                to_run=True,
+            )
+        assert lowered.launch is not None
+        begin("running on one device")
+        reference = _alone(build, strategy, given, mode, lowered, as_on_chip)
+        begin("compiling for the TPU")
+        compiled = _Compiled(lowered, reference, timeout, as_on_chip)
+        begin("running the TPU's program")
+        rows = compiled.rows()
+        wrong = [row for row in rows if not row.equal]
+        found = first_wrong(compiled) if wrong and not as_on_chip else None
+    slice_ = lowered.topology
+    assert slice_ is not None
+    return Verification(
+        rows=tuple(rows),
+        mode=mode,
+        model=reference.name,
+        topology=slice_.name,
+        mesh=dict(lowered.axes),
+        batch_size=int(batch_size),
+        steps=lowered.steps,
+        launches=len(reference.launches),
+        libtpu=version_text(libtpu_version()),
+        as_on_chip=as_on_chip,
+        kernels=compiled.kernels,
+        instructions=compiled.instructions,
+        first_wrong_pass=found,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@contextlib.contextmanager
+def _ragged_products_as_products() -> Iterator[None]:
+    name = "jax_ragged_dot_use_ragged_dot_instruction"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _check(
+    build: Build, strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
+) -> None:
+    check_asked(build, strategy, "verify")
+    checked_mode(mode)
+    check_seconds("verify", timeout=timeout)
+    check_flags("verify", as_on_chip=as_on_chip)
+    if mode not in _MODES:
+        raise ValueError(
+            message(
+                f"verify runs one of {', '.join(_MODES)}.",
+                received={"mode": mode},
+                fix='Verify the step of a token with mode="predict".',
+            )
+        )
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise ValueError(
+            message(
+                "steps of verify is a whole number of at least 1, or None.",
+                received={"steps": steps},
+                fix="Leave it out to take steps_per_execution of compile.",
+            )
+        )
+    if strategy.topology is None:
+        raise ValueError(
+            message(
+                "verify needs a slice to compile for.",
+                received=f"a strategy on {len(strategy.mesh.devices.flat)} attached devices.",
+                fix='Pass TPUStrategy(..., topology="v5e:2x4").',
+            )
+        )
+    if not has_libtpu():
+        raise RuntimeError(
+            message(
+                "verify needs the TPU compiler.",
+                received="libtpu is not installed.",
+                fix="pip install 'jax[tpu]', on Linux x86-64.",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A model that ran on one device.
+
+    Args:
+        name: The model's name.
+        launches: For each launch its batches, on the host.
+        state: The values before the first step.
+        names: The names of the results.
+        results: The results, of the last launch and of the state after it.
+        allowed: How far each may be off by rounding.
+    """
+
+    name: str
+    launches: list[list[Any]]
+    state: State
+    names: list[str]
+    results: list[np.ndarray]
+    allowed: list[float]
+
+
+def _alone(
+    build: Build,
+    strategy: Strategy,
+    given: Given,
+    mode: str,
+    lowered: Lowered,
+    as_on_chip: bool,
+) -> _Reference:
+    """Builds the model with values, and runs some steps of stock Keras on one device."""
+    launch, steps = lowered.launch, lowered.steps
+    assert launch is not None
+    kind, shapes = KINDS[mode], launch.shapes
+    device = jax.local_devices(backend="cpu")[0]
+    with aside(), on_one(device), _with_values(build, shapes, mode) as model:
+        # With one step, the second launch starts from what the first has computed.
+        number = 2 if steps == 1 and mode == "train" else 1
+        launches = [
+            [
+                values(model, shapes, given, strategy.placer, n * steps + step)
+                for step in range(steps)
+            ]
+            for n in range(number)
+        ]
+        groups = _keras.state_groups(model, kind)
+        state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
+        names = [v.path for group in groups for v in group]
+        run = _stock(model, kind)
+        logs, results = run(state, launches)
+        # Kernels may store what they multiply as bfloat16, as the chip would round it.
+        half = as_on_chip or is_half(model) or "bf16" in str(launch.kernels)
+        moved = [run(*_nudged_all(state, launches, half, seed))[1] for seed in range(_DRAWS)]
+    least, times = (_HALF, _TIMES_OF_HALF) if half else (_FLOAT32, _TIMES)
+    allowed = [
+        max(least, *(times * gap(other[n], one) for other in moved))
+        for n, one in enumerate(results)
+    ]
+    if as_on_chip:
+        # A gradient near 0 may have either sign, and an optimizer such as Adam moves its weight by
+        # a whole step: results can be judged, variables are only reported.
+        allowed[len(logs) :] = [math.inf] * len(names)
+    return _Reference(model.name, launches, state, [*logs, *names], results, allowed)
+
+
+@contextlib.contextmanager
+def _with_values(build: Build, shapes: tuple, mode: str) -> Iterator[keras.Model]:
+    """The model with values, as the first call of `fit` would make them."""
+    if not isinstance(build, keras.Model):
+        model = build()
+        _keras.symbolic_build(model, symbolic(shapes), mode)
+        yield model
+        return
+    optimizer = getattr(build, "optimizer", None)
+    with _keras.compiled_anew(build):
+        try:
+            if optimizer is not None and not optimizer.built:
+                build.optimizer = fresh_optimizer(optimizer)
+            _keras.symbolic_build(build, symbolic(shapes), mode)
+            yield build
+        finally:
+            if optimizer is not None:
+                build.optimizer = optimizer
+
+
+def _stock(model: keras.Model, kind: str) -> Callable[..., tuple[list[str], list[np.ndarray]]]:
+    """A function from a state and launches to the names and values of what is compared."""
+    step = jax.jit(getattr(model, f"{kind}_step"))
+
+    def run(state: State, launches: list[list[Any]]) -> tuple[list[str], list[np.ndarray]]:
+        after: Any = tuple(state)
+        outputs: list[Any] = []
+        for batches in launches:
+            outputs = []
+            for batch in batches:
+                found, after = step(after, batch)
+                if kind == "predict":
+                    after = (state[0], after)
+                outputs.append(found)
+        if kind != "predict":
+            last: Any = outputs[-1]
+        elif len(outputs) == 1:
+            last = outputs[0]
+        else:
+            last = jax.tree.map(lambda *each: np.stack([np.asarray(e) for e in each]), *outputs)
+        paths, _ = jax.tree_util.tree_flatten_with_path(last)
+        names = [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in paths]
+        leaves = [*(leaf for _, leaf in paths), *jax.tree.leaves(tuple(map(list, after)))]
+        return names, [np.asarray(leaf) for leaf in leaves]
+
+    return run
+
+
+def _nudged_all(
+    state: State, launches: list[list[Any]], half: bool, seed: int
+) -> tuple[State, list[list[Any]]]:
+    moved = [[nudged(state, batch, half, seed)[1] for batch in batches] for batches in launches]
+    return nudged(state, launches[0][0], half, seed)[0], moved
+
+
+class _Compiled:
+    """The TPU's program of a launch, and what it computes on simulated devices.
+
+    Args:
+        lowered: The launch.
+        reference: What one device computed.
+        timeout: Seconds after which compiling, or running, is stopped.
+        as_on_chip: Whether products round their operands as the chip does.
+    """
+
+    def __init__(self, lowered: Lowered, reference: _Reference, timeout: float, as_on_chip: bool):
+        assert lowered.launch is not None
+        assert lowered.topology is not None
+        self._lowered, self._launch, self._reference = lowered, lowered.launch, reference
+        self._where = lowered.topology.name
+        self._timeout, self._as_on_chip = timeout, as_on_chip
+        self._kernels = interpreted(self._launch.kernels)
+        self._answer = self._compile({})
+        program = parse(self._answer["text"])
+        self.instructions = sum(len(computation.instructions) for computation in program)
+        self.kernels = tuple(sorted({kernel_name(each) for each in self._launch.kernels}))
+
+    def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
+        job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}
+        wanted: dict[str, Any] = {**job["compiler_options"], **options}
+        if not self._as_on_chip:
+            passes = [*ROUNDING_PASSES, wanted.get(DISABLED_PASSES, "")]
+            wanted[DISABLED_PASSES] = ",".join(name for name in passes if name)
+        job["compiler_options"] = wanted
+        answer, _ = run_compiler(self._lowered, job, self._timeout, self._where)
+        if error := answer.get("error"):
+            raise RuntimeError(
+                message(
+                    "A program must fit into the chip's memory to be verified.",
+                    received=str(error)[:400],
+                    fix="Use a smaller model of the same kind, a smaller batch or a larger slice.",
+                )
+            )
+        return answer
+
+    def dumped(self, folder: str) -> None:
+        """Writes the program after each pass into a folder.
+
+        Args:
+            folder: The folder.
+        """
+        self._compile(
+            {
+                "xla_dump_to": folder,
+                "xla_dump_hlo_pass_re": ".*",
+                "xla_dump_hlo_as_text": True,
+                "xla_dump_large_constants": True,
+            }
+        )
+
+    def rows(self) -> list[Row]:
+        """The comparison of every result of the finished program.
+
+        Raises:
+            RuntimeError: If it cannot be run.
+        """
+        (rows,) = self.run([self._answer["text"]])
+        if isinstance(rows, str):
+            raise RuntimeError(
+                message(
+                    "The TPU's program must run on simulated devices.",
+                    received=rows[:600],
+                    fix="Please report it with the model: the rewriting of this program has a "
+                    "fault. Leave layers out to verify the rest.",
+                )
+            )
+        return rows
+
+    def run(self, texts: list[str]) -> list[list[Row] | str]:
+        """Runs programs and compares their results.
+
+        Args:
+            texts: The programs of the TPU compiler.
+
+        Returns:
+            The comparisons of each, or the error of one that cannot be run.
+
+        Raises:
+            CannotRun: If a program has an operation that is not known.
+        """
+        answer, number = self._answer, len(self._lowered.devices)
+        program_texts = [
+            runnable(parse(text), number, kernels=self._kernels, as_on_chip=self._as_on_chip)
+            for text in texts
+        ]
+        arguments, carried = self._arguments()
+        job = {
+            "script": os.path.abspath(execute.__file__),
+            "texts": program_texts,
+            "devices": number,
+            "arguments": arguments,
+            "carried": carried,
+            "inputs": answer["inputs"],
+            "outputs": answer["outputs"],
+            "shapes": answer["shapes"],
+            "x64": bool(jax.config.read("jax_enable_x64")),
+        }
+        ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
+        if error := ran.get("error"):
+            raise RuntimeError(error)
+        return [
+            each if isinstance(each, str) else self._compared(self._reference, each)
+            for each in ran["results"]
+        ]
+
+    def _arguments(self) -> tuple[list[list[Any]], dict[int, int]]:
+        """The arguments of each launch, and from those that are carried to their results."""
+        state = [value for group in self._reference.state for value in group]
+        batch, stacked = self._launch.placed, self._lowered.steps > 1
+        launches = []
+        for number, batches in enumerate(self._reference.launches):
+            columns = zip(*(flatten(each)[0] for each in batches), strict=True)
+            arrays = []
+            for column, slot, shape in zip(
+                columns, batch.slots, flatten(batch.data)[0], strict=True
+            ):
+                array = np.stack(column) if stacked else np.asarray(column[0])
+                if slot.axis is not None:
+                    axis = slot.axis + stacked
+                    array = padded(array, axis, shape.shape[axis])
+                arrays.append(array.astype(shape.dtype))
+            launches.append([*(state if number == 0 else [None] * len(state)), *arrays])
+        results = len(self._answer["shapes"])
+        return launches, {n: results - len(state) + n for n in range(len(state))}
+
+    def _compared(self, reference: _Reference, results: list[tuple[Any, float]]) -> list[Row]:
+        state = sum(len(group) for group in reference.state)
+        outputs = len(reference.results) - state
+        # Evaluation and prediction return only values that they change.
+        chosen = [*range(outputs), *(outputs + n for n in self._launch.returned)]
+        rows = []
+        for (found, apart), n in zip(results, chosen, strict=True):
+            right = reference.results[n]
+            scale = largest(right)
+            # Devices that hold the same part must hold the same numbers.
+            off = max(gap(found, right, scale), gap(apart, 0.0, scale))
+            shape, dtype = tuple(right.shape), str(right.dtype)
+            rows.append(Row(reference.names[n], shape, dtype, off, reference.allowed[n]))
+        return rows

@@ -1,0 +1,584 @@
+"""The memory that a training step holds between its operations, from its trace, for any mesh.
+
+The compiler writes results of products and reductions to memory. It computes element-wise results
+where they are used, so only their inputs are held. A mesh splits an activation as it splits the
+weights that produced it. So the trace is also read for the origin of every dimension, once, before
+any mesh is known.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from keras_tpu_dist.programs.calls import Called, calls, rank
+from keras_tpu_dist.programs.dimensions import dimensions, regrouped
+from keras_tpu_dist.programs.jaxprs import opened
+
+# The origin of a dimension: the batch, or a weight's number and its dimension.
+Origin = tuple[int, int]
+BATCH: Origin = (-1, 0)
+# The origins of every dimension of a value.
+Origins = tuple[frozenset[Origin], ...]
+
+_NONE: frozenset[Origin] = frozenset()
+
+
+def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -> Origins:
+    """The origins of a result's dimensions.
+
+    Args:
+        equation: The equation.
+        operands: The origins of the operands; `None` for constants.
+        number: The number of the result.
+    """
+    shape = tuple(getattr(equation.outvars[number].aval, "shape", ()))
+    ndims = map(rank, equation.invars)
+    known = [(_NONE,) * n if o is None else o for n, o in zip(ndims, operands)]
+    moved = dimensions(equation)
+    if moved is None:
+        return _by_size(equation, known, shape)
+    found = [_NONE] * len(shape)
+    for step in moved.mapped:
+        if step.result == number:
+            origins = known[step.operand][step.dimension]
+            same = equation.invars[step.operand].aval.shape[step.dimension] == shape[step.to]
+            # Rows stay rows, however many of them are taken.
+            found[step.to] |= origins if same else origins & {BATCH}
+    rule = _RULES.get(equation.primitive.name)
+    if rule is not None:
+        rule(equation, known, found)
+    return tuple(found)
+
+
+def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
+    """The origins of operands' dimensions, derived from those of the results.
+
+    Args:
+        equation: The equation.
+        made: The origins of the results.
+    """
+    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
+    asked = [tuple(frozenset([(-2 - n, d)]) for d in range(len(s))) for n, s in enumerate(shapes)]
+    found: dict[Origin, frozenset[Origin]] = {}
+    for number, origins in enumerate(made):
+        for takes, known in zip(origins_of(equation, asked, number), origins):
+            for place in takes:
+                found[place] = found.get(place, _NONE) | known
+    return [
+        tuple(found.get((-2 - n, d), _NONE) for d in range(len(s))) for n, s in enumerate(shapes)
+    ]
+
+
+def weight_origins(number: int, ndim: int) -> Origins:
+    """The origins of a weight's own dimensions.
+
+    Args:
+        number: The number of the weight.
+        ndim: The number of its dimensions.
+    """
+    return tuple(frozenset([(number, d)]) for d in range(ndim))
+
+
+def batch_origins(shape: Sequence[int], rows: int) -> Origins:
+    """The origins of the dimensions of a model's input.
+
+    Args:
+        shape: Its shape.
+        rows: The number of rows in the batch; they are the first dimension.
+    """
+    batch = frozenset([BATCH])
+    return tuple(batch if d == 0 and size == rows else _NONE for d, size in enumerate(shape))
+
+
+def _dot(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    _, shared = equation.params["dimension_numbers"]
+    left, right = operands
+    for to, (a, b) in enumerate(zip(*shared)):
+        found[to] = _shared(left, right, a, b)
+
+
+def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
+    """The origin of a dimension of both operands, such as experts: that of the weight, which is
+    fixed."""
+    rows = [any(BATCH in o for o in operand) for operand in (left, right)]
+    if rows == [True, False] and right[b]:
+        return right[b]
+    if rows == [False, True] and left[a]:
+        return left[a]
+    return left[a] | right[b]
+
+
+def _convolution(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    """Features are those of the kernel; with groups, features of the image too."""
+    numbers = equation.params["dimension_numbers"]
+    found[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
+    found[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
+
+
+def _reshape(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    """If dimensions are joined or divided, the first of the new ones is the split one."""
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    found[:] = [_NONE] * len(after)
+    for old, new in regrouped(before, after):
+        first = next((d for d in new if after[d] > 1), new[0])
+        found[first] = _NONE.union(*(operands[0][d] for d in old))
+
+
+def _squeeze(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    if found and any(BATCH in operands[0][d] for d in equation.params["dimensions"]):
+        # One row per device, on many devices.
+        found[0] |= {BATCH}
+
+
+def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
+    """For unknown operations: origins of a dimension of the same size at the same place, or
+    anywhere."""
+    known = [
+        (tuple(atom.aval.shape), origins)
+        for atom, origins in zip(equation.invars, operands)
+        if any(origins)
+    ]
+    found = [
+        _NONE.union(*(o[d] for s, o in known if len(s) == len(shape) and s[d] == size))
+        for d, size in enumerate(shape)
+    ]
+    alike = any(s == tuple(shape) for s, _ in known)
+    if alike or math.prod(shape) == 1:
+        return tuple(found)
+    for d, size in enumerate(shape):
+        places = (o for s, origins in known for n, o in zip(s, origins) if n == size > 1 and o)
+        found[d] = found[d] or next((o for o in places if o not in found), _NONE)
+    batch = any(BATCH in o for _, origins in known for o in origins)
+    if batch and not any(BATCH in o for o in found):
+        found[0] |= {BATCH}
+    return tuple(found)
+
+
+# Origins besides those of the dimensions that become dimensions of the result.
+_RULES = {
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+}
+
+
+# The name of operations that pass a value into or out of a called program.
+ENTER = "enter"
+
+
+@dataclass(eq=False)
+class Value:
+    """A value of a trace.
+
+    Attributes:
+        seen: Its shape in the trace; within a `shard_map`, that on one device.
+        itemsize: Bytes of an element.
+        parts: The number of devices that share the array of which `seen` is a part.
+        origins: The origins of its dimensions.
+        shape: Its global shape.
+        readers: The operations that read it.
+        roots: The values held for it: itself, or the values it is computed from where it is used.
+        born: The operation that writes it.
+        dies: The last operation that reads it.
+    """
+
+    seen: tuple[int, ...]
+    itemsize: int
+    parts: int = 1
+    origins: Origins = ()
+    shape: tuple[int, ...] = ()
+    readers: list["Operation"] = field(default_factory=list)
+    roots: tuple["Value", ...] = ()
+    born: int = -1
+    dies: int = -1
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the global array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def comes_from(self, origins: Origins) -> None:
+        """Adds origins to its dimensions.
+
+        Args:
+            origins: Those of every dimension.
+        """
+        self.origins, self.shape = origins, self.seen
+        if self.parts > 1:
+            rows = next((d for d, o in enumerate(origins) if BATCH in o), None)
+            whole = [s * self.parts if d == rows else s for d, s in enumerate(self.seen)]
+            self.shape = tuple(whole)
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation of a trace.
+
+    Attributes:
+        name: Its primitive's name, or `ENTER`.
+        equation: Its equation, or the one that calls.
+        operands: The values that it reads; `None` for constants.
+        results: The values that it computes.
+        sliced: How many leading dimensions `ENTER` removes, as a loop does.
+        body: For every result, the value that the body of a loop computes. The origins of gradients
+            are rather those of the weights that the loop reads.
+    """
+
+    name: str
+    equation: Any
+    operands: list[Value | None]
+    results: list[Value]
+    sliced: int = 0
+    body: list[Value | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """A trace divided into values and operations.
+
+    Attributes:
+        inputs: Its inputs.
+        operations: Its operations, in order.
+        outputs: Its results; `None` for constants.
+    """
+
+    inputs: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    outputs: tuple[Value | None, ...]
+
+
+def program_of(trace: Any, num_weights: int, rows: int) -> TracedProgram:
+    """Divides a trace into values and operations.
+
+    Args:
+        trace: The trace; its first inputs are the weights.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
+    """
+    jaxpr = opened(trace)
+    names = {v: _value(v.aval, 1) for v in (*jaxpr.invars, *jaxpr.constvars)}
+    inputs = tuple(names[v] for v in jaxpr.invars)
+    for number, value in enumerate(inputs):
+        weight = number < num_weights
+        ndim = len(value.seen)
+        value.comes_from(
+            weight_origins(number, ndim) if weight else batch_origins(value.seen, rows)
+        )
+    operations = tuple(_flat(jaxpr, names, 1))
+    for operation in operations:
+        _read(operation)
+    for operation in reversed(operations):
+        _read_back(operation)
+    outputs = (None if isinstance(v, core.Literal) else names[v] for v in jaxpr.outvars)
+    return TracedProgram(inputs, operations, tuple(outputs))
+
+
+def _value(aval: Any, parts: int) -> Value:
+    shape = tuple(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    plain = dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    value = Value(shape, np.dtype(dtype).itemsize if plain else 4, parts)
+    value.comes_from((frozenset(),) * len(shape))
+    return value
+
+
+def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation]:
+    """The operations of a program and of those that it calls."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        operands = [_of(names, atom) for atom in equation.invars]
+        call = _only_call(equation)
+        inner: dict[Any, Value] = {}
+        if call is not None:
+            body, own_parts = call.jaxpr, parts * call.devices
+            inner = {v: _value(v.aval, own_parts) for v in (*body.invars, *body.constvars)}
+            for i, v in zip(call.operands, body.invars):
+                sliced = rank(equation.invars[i]) - rank(v)
+                yield Operation(ENTER, equation, [operands[i]], [inner[v]], sliced)
+            yield from _flat(body, inner, own_parts)
+        results = [_value(v.aval, parts) for v in equation.outvars]
+        names.update(zip(equation.outvars, results))
+        made = [] if call is None else [_of(inner, atom) for atom in call.jaxpr.outvars]
+        if call is None or call.kind == "loop":
+            # A loop writes the values that it carries and stacks.
+            yield Operation(name, equation, operands, results, body=made)
+            continue
+        for operand, result in zip(made, results):
+            yield Operation(ENTER, equation, [operand], [result])
+
+
+def _of(names: dict[Any, Value], atom: Any) -> Value | None:
+    return None if isinstance(atom, core.Literal) else names[atom]
+
+
+def _only_call(equation: Any) -> Called | None:
+    """The program that an equation runs, if it runs one with a known number of rounds."""
+    called = calls(equation)
+    runs = len(called) == 1 and called[0].kind in ("call", "loop")
+    return called[0] if runs else None
+
+
+def _read_back(operation: Operation) -> None:
+    """Derives the origins of operands without any, such as counters, from the results."""
+    if operation.body or not any(
+        v is not None and v.parts == 1 and not all(v.origins) for v in operation.operands
+    ):
+        return
+    made = [v.origins for v in operation.results]
+    if operation.name == ENTER:
+        known = [((frozenset(),) * operation.sliced + made[0])]
+    else:
+        known = origins_back(operation.equation, made)
+    for value, origins in zip(operation.operands, known):
+        if value is not None and value.parts == 1 and len(origins) == len(value.seen):
+            value.comes_from(tuple(o or back for o, back in zip(value.origins, origins)))
+
+
+def _read(operation: Operation) -> None:
+    """Sets the origins of the results, and the readers of the operands."""
+    origins = [None if v is None else v.origins for v in operation.operands]
+    for number, value in enumerate(operation.results):
+        made = operation.body[number] if number < len(operation.body) else None
+        if made is not None and any(BATCH in o for o in made.origins):
+            stacked = (frozenset(),) * (len(value.seen) - len(made.seen))
+            value.comes_from((*stacked, *made.origins))
+        elif operation.name != ENTER:
+            value.comes_from(origins_of(operation.equation, origins, number))
+        elif origins[0] is not None and (value.parts == 1 or any(BATCH in o for o in origins[0])):
+            # Code for one device gets whole weights.
+            value.comes_from(origins[0][operation.sliced :])
+    for value in operation.operands:
+        if value is not None:
+            value.readers.append(operation)
+
+
+# Operations whose results are written to memory; all others are computed where they are used.
+# fmt: off
+_WRITTEN = frozenset(
+    [
+        "all_gather", "all_to_all", "cond", "custom_call", "custom_linear_solve",
+        "dynamic_update_slice", "gather", "pallas_call", "ppermute", "psum", "ragged_dot",
+        "rng_bit_generator", "scan", "sort", "stack", "top_k", "unstack", "while",
+    ]
+)
+# fmt: on
+_WRITTEN_BEGIN = ("arg", "conv_", "cum", "dot_", "reduce_", "scatter", "select_and_", "fft")
+# Gradients of tables, which add up rows, are not counted: with them, the forecast orders the memory
+# of a ranking model worse (`python benchmarks/search.py --recorded`).
+_NOT_COUNTED = "scatter-"
+_HANDED_ON = frozenset(["optimization_barrier", ENTER])
+# Operations that compute their operands while they run, as reductions do.
+_COMPUTING = frozenset(["dot_general", "conv_general_dilated"])
+# Operations that stack the weights of a loop, or take their gradients apart.
+_STACKING = frozenset(["scan", "stack", "unstack"])
+# A result of several values is held itself if it is smaller than them by this factor. Without this
+# rule, the forecast of ViT's memory correlates with the compiler's by 0.73 instead of 0.94.
+_SMALLER = 0.6
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """An array that is held for some time.
+
+    Attributes:
+        shape: Its global shape.
+        itemsize: Bytes of an element.
+        origins: The origins of its dimensions.
+        born: The operation that writes it.
+        dies: The last operation that reads it; for gradients, which the optimizer reads, the very
+            last one.
+        gradient: The weight that it is the gradient of, or the first of the weights that it is
+            stacked from or for; or `None`.
+        once_whole: Whether a gradient is whole when it is written, and scattered afterwards.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    origins: Origins
+    born: int
+    dies: int
+    gradient: int | None = None
+    once_whole: bool = False
+
+
+def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]:
+    """The arrays that are held while a traced program runs, without its inputs.
+
+    Args:
+        trace: The program, such as one that returns gradients. Its first inputs are the weights,
+            and its results are the gradients of the first of them.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
+    """
+    program = program_of(trace, num_weights, rows)
+    first = _held(program.operations, frozenset())
+    # If all inputs of a small result are held as long in any case, the result need not be.
+    needless = frozenset(
+        id(v) for v, roots in first if roots and all(r.dies >= v.dies for r in roots)
+    )
+    for operation in program.operations:
+        for v in operation.results:
+            v.roots, v.born, v.dies = (), -1, -1
+    held = _held(program.operations, needless)
+    gradients, stacked = _gradients(program), _stacked(program.operations)
+    return tuple(
+        HeldArray(
+            shape=v.shape,
+            itemsize=v.itemsize,
+            origins=v.origins,
+            born=v.born,
+            dies=max(v.born, v.dies),
+            gradient=gradients.get(v, stacked.get(v)),
+            once_whole=v not in stacked,
+        )
+        for v, _ in held
+    )
+
+
+def _gradients(program: TracedProgram) -> dict[Value, int]:
+    """The values that are held for the results, until the optimizer has read them."""
+    found: dict[Value, int] = {}
+    for number, (weight, result) in enumerate(zip(program.inputs, program.outputs)):
+        for root in () if result is None else result.roots:
+            # A product may have computed it transposed.
+            if math.prod(root.shape) == math.prod(weight.shape):
+                found[root] = number
+                root.dies = len(program.operations)
+                if root.shape == weight.shape and any(root.origins):
+                    root.origins = weight.origins
+    return found
+
+
+def _stacked(operations: Sequence[Operation]) -> dict[Value, int]:
+    """Stacked values without rows of the batch, and the weight with the same form."""
+    found = {}
+    for operation in operations:
+        for value in operation.results if operation.name in _STACKING else ():
+            weights = [{w for w, _ in o} for o in value.origins if o]
+            alike = set.intersection(*weights) if len(weights) > 1 else set()
+            if alike and BATCH[0] not in alike:
+                found[value] = min(alike)
+    return found
+
+
+def peak_bytes(
+    buffers: Sequence[HeldArray],
+    parts: Callable[[frozenset[Origin]], float],
+    scattered: Callable[[int], float],
+) -> float:
+    """The largest number of bytes that are held at one time on one device.
+
+    Args:
+        buffers: The arrays that are held.
+        parts: The number of parts into which a mesh splits a dimension.
+        scattered: The additional number of parts in which the gradient of a weight is held.
+    """
+    changes = [0.0] * (max((b.dies for b in buffers), default=0) + 2)
+    sizes: dict[tuple, float] = {}
+    for buffer in buffers:
+        kind = (buffer.shape, buffer.itemsize, buffer.origins)
+        if kind not in sizes:
+            dims = [size / parts(origins) for size, origins in zip(buffer.shape, buffer.origins)]
+            sizes[kind] = _tiled(dims) * buffer.itemsize
+        size = sizes[kind]
+        if buffer.gradient is not None:
+            part = size / scattered(buffer.gradient)
+            if buffer.once_whole:
+                changes[buffer.born] += size - part
+                changes[buffer.born + 1] -= size - part
+            size = part
+        changes[buffer.born] += size
+        changes[buffer.dies + 1] -= size
+    held = most = 0.0
+    for change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def _tiled(dims: Sequence[float]) -> float:
+    """Elements of an array in memory, including the padding of its tiles of 8 times 128.
+
+    The compiler chooses the two dimensions of the tiles.
+
+    References:
+        - https://openxla.org/xla/tiled_layout
+    """
+    long = [size for size in dims if size > 1]
+    if not long:
+        return 1.0
+    wide = [math.ceil(size / 128) * 128 / size for size in long]
+    high = [math.ceil(size / 8) * 8 / size for size in long]
+    pairs = (w * h for i, w in enumerate(wide) for j, h in enumerate(high) if i != j)
+    return math.prod(long) * min(pairs, default=wide[0])
+
+
+def _held(
+    operations: Sequence[Operation], needless: frozenset[int]
+) -> list[tuple[Value, tuple[Value, ...]]]:
+    """The values that are held, with the values they would be computed from where they are used."""
+    held: list[tuple[Value, tuple[Value, ...]]] = []
+    for place, operation in enumerate(operations):
+        if _is_written(operation.name):
+            for value in operation.operands:
+                _write_out(operation, value, place, held)
+        for number, value in enumerate(operation.results):
+            roots = _roots(operation, number)
+            if roots is None or (id(value) not in needless and _is_held(operation, value, roots)):
+                value.roots, value.born = (value,), place
+                held.append((value, roots or ()))
+                _narrow(operation, value)
+            else:
+                value.roots = roots
+    for place, operation in enumerate(operations):
+        for value in operation.operands:
+            for root in () if value is None else value.roots:
+                root.dies = max(root.dies, place)
+    return held
+
+
+def _is_written(name: str) -> bool:
+    counted = not name.startswith(_NOT_COUNTED)
+    return name in _WRITTEN or (counted and name.startswith(_WRITTEN_BEGIN))
+
+
+def _roots(operation: Operation, number: int) -> tuple[Value, ...] | None:
+    """The values that a result is computed from where it is used; `None` if it is written."""
+    if _is_written(operation.name):
+        return None
+    operands = [] if operation.name.startswith(_NOT_COUNTED) else operation.operands
+    if operation.name in _HANDED_ON and len(operands) == len(operation.results):
+        operands = operands[number : number + 1]
+    return tuple(dict.fromkeys(r for v in operands if v is not None for r in v.roots))
+
+
+def _is_held(operation: Operation, value: Value, roots: tuple[Value, ...]) -> bool:
+    if operation.name in _HANDED_ON or len(roots) < 2:
+        return False
+    return value.size_bytes < _SMALLER * sum(r.size_bytes for r in roots)
+
+
+def _write_out(operation: Operation, value: Value | None, place: int, held: list) -> None:
+    """Operands of kernels and loops are written, if they are larger than their inputs."""
+    if value is None or not value.roots or value.roots == (value,):
+        return
+    if operation.name in _COMPUTING or operation.name.startswith("reduce"):
+        return
+    if value.size_bytes > sum(r.size_bytes for r in value.roots):
+        value.roots, value.born = (value,), place
+        held.append((value, ()))
+
+
+def _narrow(operation: Operation, value: Value) -> None:
+    """A result that is only used after a conversion is written converted."""
+    if not _is_written(operation.name) or len(value.readers) != 1:
+        return
+    (reader,) = value.readers
+    if reader.name == "convert_element_type":
+        value.itemsize = min(value.itemsize, reader.results[0].itemsize)

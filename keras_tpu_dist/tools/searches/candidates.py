@@ -1,0 +1,175 @@
+"""Strategies to consider for a slice: meshes, plans, split optimizers, remat policies."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.hardware.mesh import build_mesh
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.strategy import TPUStrategy
+from keras_tpu_dist.tools.hlo import Wire, seconds_over
+from keras_tpu_dist.training.protocol import Strategy
+
+# Splitting a weight further than this makes products too thin for the matrix units.
+_MOST_MODEL_WAYS = 16
+# With so little memory, "auto" splits everything.
+_BOTH = Planner("auto", memory_bytes=1)
+
+POLICIES = (None, "dots", "full")
+
+
+@dataclass(frozen=True, repr=False)
+class Candidate(Printed):
+    """Arguments of a `TPUStrategy`.
+
+    Attributes:
+        mesh: Axis names and sizes.
+        layout: The `layout` of `TPUStrategy`: `None`, the name of a plan, rules.
+        shard_optimizer: Whether slots are split over the data axes.
+        remat: A policy, or `None`.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    layout: Any = None
+    shard_optimizer: bool = False
+    remat: str | None = None
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in one line."""
+        return " x ".join(f"{name} {n}" for name, n in self.mesh)
+
+    @property
+    def layout_text(self) -> str:
+        """The layout in at most 40 characters."""
+        text = "replicated" if self.layout is None else str(self.layout)
+        return text if len(text) <= 40 else f"{text[:37]}..."
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """The mesh and the layout, without the other choices."""
+        return self.mesh, self.layout
+
+    @property
+    def whatever_order(self) -> tuple[Any, ...]:
+        """Everything except the order of the mesh's axes."""
+        return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
+
+    def strategy(self, topology: Topology | None = None) -> TPUStrategy:
+        """The strategy.
+
+        Args:
+            topology: The slice, if you don't have it; `None` for the attached devices.
+        """
+        return TPUStrategy(
+            dict(self.mesh),
+            self._layout(),
+            topology=topology,
+            shard_optimizer=self.shard_optimizer,
+            remat=self.remat,
+        )
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> "Candidate":
+        """The arguments of an existing strategy.
+
+        Args:
+            strategy: The strategy.
+        """
+        options = strategy.options
+        mesh = tuple(strategy.mesh.shape.items())
+        return cls(mesh, strategy.layouts.layout, options.shard_optimizer, options.remat)
+
+    @property
+    def line(self) -> str:
+        """The strategy as a line of Python, to copy into a program."""
+        arguments = [json.dumps(dict(self.mesh))]
+        if self.layout is not None:
+            arguments.append(_layout_code(self._layout()))
+        if self.shard_optimizer:
+            arguments.append("shard_optimizer=True")
+        if self.remat is not None:
+            arguments.append(f"remat={json.dumps(self.remat)}")
+        return f"strategy = ktd.TPUStrategy({', '.join(arguments)})"
+
+    def _layout(self) -> Any:
+        named = isinstance(self.layout, str) and self.layout == "fsdp and tensor_parallel"
+        return _BOTH if named else self.layout
+
+    def __str__(self) -> str:
+        layout = 'Planner("auto", memory_bytes=1)' if self._layout() is _BOTH else repr(self.layout)
+        options = [", shard_optimizer=True"] if self.shard_optimizer else []
+        options += [f", remat={self.remat!r}"] if self.remat else []
+        return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
+
+
+def _layout_code(layout: Any) -> str:
+    """A layout as Python; a layout without an expression becomes the variable `layout`."""
+    if isinstance(layout, str):
+        return json.dumps(layout)
+    if isinstance(layout, LayoutRules):
+        return repr(list(layout.rules))
+    if not isinstance(layout, Planner):
+        return repr(layout) if isinstance(layout, list) else "layout"
+    options = [f"{f.name}={getattr(layout, f.name)!r}" for f in fields(layout)[1:]]
+    usual = [f"{f.name}={f.default!r}" for f in fields(layout)[1:]]
+    other = [each for each in options if each not in usual]
+    kind = json.dumps(layout.kind)
+    return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
+
+
+def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candidate]:
+    """All candidates for a number of devices.
+
+    Args:
+        devices: The number of devices.
+        topology: The slice, to distinguish orders of axes by its links; `None` for one order of
+            each.
+    """
+    for mesh, layout in _layouts(devices, topology):
+        axes = tuple(mesh.items())
+        # If weights are split over the data axes, so are their slots.
+        slots = (False,) if layout not in (None, "tensor_parallel") or devices == 1 else (0, 1)
+        for shard_optimizer in map(bool, slots):
+            if shard_optimizer and mesh.get("data", 1) == 1:
+                continue
+            for policy in POLICIES:
+                yield Candidate(axes, layout, shard_optimizer, policy)
+
+
+def _layouts(
+    devices: int, topology: Topology | None
+) -> Iterator[tuple[dict[str, int], str | None]]:
+    for mesh, layout in _meshes(devices):
+        yield mesh, layout
+        other = dict(reversed(mesh.items()))
+        if topology is not None and _seconds(mesh, topology) != _seconds(other, topology):
+            yield other, layout
+
+
+def _seconds(mesh: dict[str, int], topology: Topology) -> list[float]:
+    """The time of a collective along every axis, by the mesh's place on the torus."""
+    placed = build_mesh(mesh, topology.devices())
+    wire = Wire.of(mesh, list(placed.devices.flat), topology)
+    return [seconds_over(wire, "all-reduce", 2**30, (axis,)) for axis in sorted(mesh)]
+
+
+def _meshes(devices: int) -> Iterator[tuple[dict[str, int], str | None]]:
+    yield {"data": devices}, None
+    if devices == 1:
+        return
+    yield {"fsdp": devices}, "fsdp"
+    for model in _divisors(min(devices, _MOST_MODEL_WAYS)):
+        if model == 1 or devices % model:
+            continue
+        yield {"data": devices // model, "model": model}, "tensor_parallel"
+        if devices > model:
+            yield {"fsdp": devices // model, "model": model}, "fsdp and tensor_parallel"
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]

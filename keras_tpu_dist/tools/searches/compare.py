@@ -1,0 +1,145 @@
+"""Compares meshes and layouts: dry-runs every pair under its own strategy, and ranks them."""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from keras_tpu_dist.common.checks import check_callable, check_counts
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.calibration import Calibration, calibrated
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.strategy import TPUStrategy
+from keras_tpu_dist.tools.dryrun.build import fails_anywhere
+from keras_tpu_dist.tools.dryrun.inputs import given_inputs
+from keras_tpu_dist.tools.dryrun.open_sizes import check_length
+from keras_tpu_dist.tools.dryrun.run import Build, Progress, check_how, run_once
+from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.ranking import Ranking, Tried, rank
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+def compare(
+    build: Build,
+    *,
+    topology: str | Topology,
+    meshes: Iterable[dict[str, int]],
+    layouts: Sequence[Any] = (None,),
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    sequence_length: int | None = None,
+    batch_size: int,
+    mode: str = "train",
+    timeout: float = 1800.0,
+    progress: Progress | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+) -> Ranking:
+    """Dry-runs every mesh with every layout and ranks those that fit by estimated step time.
+
+    Args:
+        build: See `dry_run`.
+        topology: The slice.
+        meshes: Dicts of axis sizes.
+        layouts: Values for the `layout` of `TPUStrategy`.
+        x: See `dry_run`.
+        y: See `dry_run`.
+        sample_weight: See `dry_run`.
+        sequence_length: See `dry_run`.
+        batch_size: Rows of all devices together.
+        mode: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
+        calibration: See `dry_run`.
+
+    Returns:
+        A `Ranking`. If a candidate cannot be built, because its mesh or layout does not fit the
+        slice or the model, it comes last, with its error.
+
+    Raises:
+        ValueError: If `meshes` or `layouts` is a single one instead of a list, or `calibration` is
+            of another chip.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_tpu_dist import compare
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> meshes = [{"data": 8}, {"data": 4, "model": 2}]
+    >>> ranked = compare(build, topology="v5e:2x4", meshes=meshes, batch_size=64)  # doctest: +SKIP
+    >>> dict(ranked.best.mesh)  # doctest: +SKIP
+    {'data': 8}
+    """
+    meshes, layouts = _listed(meshes, layouts)
+    # Parsed here, so that an error comes once and not for every mesh.
+    topology = Topology.parse(topology)
+    _, measured = calibrated(topology, calibration)
+    check_callable("compare", build=build)
+    check_counts("compare", 1, batch_size=batch_size)
+    check_how(mode, timeout, progress)
+    check_length("compare", sequence_length)
+    start, found = time.monotonic(), []
+    inputs = given_inputs(x, y, sample_weight, sequence_length)
+    pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
+    with stages("comparing", len(pairs)) as begin:
+        for mesh, layout in pairs:
+            candidate = Candidate(tuple(mesh.items()), layout)
+            begin(f"{candidate.mesh_text}, {candidate.layout_text}")
+            run = error = None
+            try:
+                strategy = TPUStrategy(mesh, layout, topology=topology)
+                candidate = Candidate(tuple(strategy.mesh.shape.items()), layout)
+                run = run_once(
+                    build,
+                    strategy,
+                    inputs=inputs,
+                    batch_size=batch_size,
+                    mode=mode,
+                    effort="quick",
+                    timeout=timeout,
+                    progress=progress,
+                    thorough=False,
+                    calibration=measured,
+                )
+            except (ValueError, RuntimeError, NotImplementedError) as reason:
+                if fails_anywhere(reason):
+                    raise
+                error = str(reason)
+                logger.info("mesh %s with layout %s: %s", mesh, layout, error)
+            found.append(Tried(candidate, batch_size, run=run, error=error))
+    return Ranking(
+        topology=topology.name,
+        compiled=tuple(sorted(found, key=rank)),
+        seconds=time.monotonic() - start,
+        calibration="" if measured is None else str(measured),
+    )
+
+
+def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
+    """Meshes and layouts as lists; a single one would be iterated over instead."""
+    several = all(
+        isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
+        for given in (meshes, layouts)
+    )
+    listed = list(meshes) if several else []
+    if (
+        not several
+        or not listed
+        or not list(layouts)
+        or not all(isinstance(mesh, Mapping) for mesh in listed)
+    ):
+        raise ValueError(
+            message(
+                "compare needs a list of meshes, which are dicts of axis sizes, and a list of "
+                "layouts.",
+                received={"meshes": listed or meshes, "layouts": layouts},
+                fix='Write for example meshes=[{"data": 8}], layouts=[None, "fsdp"].',
+            )
+        )
+    return listed, list(layouts)

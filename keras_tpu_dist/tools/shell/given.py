@@ -1,0 +1,336 @@
+"""Parses the arguments of commands: functions, meshes, layouts, inputs, slices, prices."""
+
+import argparse
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.simulation import simulate
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.strategy import TPUStrategy
+from keras_tpu_dist.tools.shell import own_code
+
+_MODEL_OR_PAIR = "a model, or (model, strategy)"
+
+
+def build_function(name: str) -> Callable:
+    """The function that an argument names.
+
+    Args:
+        name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
+
+    Raises:
+        ValueError: If the argument names no function.
+        ImportError: If its module cannot be imported.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or module.startswith(".") or not module:
+        raise ValueError(
+            message(
+                "Name the function that builds the model as module:function or FILE.py:function.",
+                received={"build": name},
+                fix="Write for example models:build or path/to/models.py:build.",
+            )
+        )
+    is_path = module.endswith(".py") or "/" in module or "\\" in module
+    found = _module_of_file(module) if is_path else own_code.imported(module)
+    if not callable(getattr(found, attribute, None)):
+        raise ValueError(
+            message(
+                f"Module {module!r} has no function {attribute!r}.",
+                received={"build": name},
+                fix=_fix_of_module(module),
+                name=attribute,
+                choices=[n for n, value in vars(found).items() if callable(value)],
+            )
+        )
+    function = getattr(found, attribute)
+    _check_takes_nothing(function, name)
+    return function
+
+
+def _fix_of_module(module: str) -> str:
+    if not module.endswith(".py") and Path(f"{module}.py").is_file():
+        return f"Name a function in it; write {module}.py for the file in this folder."
+    return "Name a function in it."
+
+
+def _check_takes_nothing(function: Callable, name: str) -> None:
+    try:
+        needed = inspect.signature(function)
+    except (ValueError, TypeError):  # of a class or function in C
+        return
+    try:
+        needed.bind()
+    except TypeError:
+        raise ValueError(
+            message(
+                "The function that builds the model takes no arguments.",
+                received={"build": name, "arguments": str(needed)},
+                fix="Write one that calls it, or give the arguments default values.",
+            )
+        ) from None
+
+
+def _module_of_file(file: str) -> Any:
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    if not path.is_file():
+        raise ValueError(
+            message(
+                "FILE.py:function must name an existing Python file.",
+                received={"file": file},
+                fix="Check the path.",
+            )
+        )
+    return own_code.loaded(path)
+
+
+def strategy_of(options: argparse.Namespace) -> TPUStrategy:
+    """The strategy that `--mesh`, `--layout` and so on describe.
+
+    Args:
+        options: The options of a command.
+    """
+    return TPUStrategy(
+        mesh_of(options.mesh),
+        layout_of(options.layout),
+        topology=options.topology,
+        remat=remat_of(options.remat),
+        shard_optimizer=options.shard_optimizer,
+    )
+
+
+def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
+    """A model and its strategy: both from the function, or the strategy from the options.
+
+    Args:
+        options: The options of a command that builds a model on this machine.
+
+    Raises:
+        ValueError: If the function returns no model, or no strategy is given.
+    """
+    simulate_devices(options)
+    build = build_function(options.build)
+    given = (options.topology, options.mesh, options.layout, options.remat)
+    if given == (None, None, None, None) and not options.shard_optimizer:
+        built = build()
+        pair = isinstance(built, (tuple, list)) and len(built) == 2
+        if pair and isinstance(built[0], keras.Model) and isinstance(built[1], TPUStrategy):
+            return built[0], built[1]
+        _check_model(
+            built[0] if pair else built, built, options.build, options.command, _MODEL_OR_PAIR
+        )
+        raise ValueError(
+            message(
+                f"A function for {options.command} must return (model, strategy) if the command "
+                "has no options for the strategy.",
+                received={"build": options.build, "which returned": type(built).__name__},
+                fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
+            )
+        )
+    strategy = strategy_of(options)
+    with strategy.scope():
+        built = build()
+    model = built[0] if isinstance(built, (tuple, list)) and built else built
+    _check_model(model, built, options.build, options.command, _MODEL_OR_PAIR)
+    return model, strategy
+
+
+def model_of(name: str, command: str) -> keras.Model:
+    """The model that a function makes.
+
+    Args:
+        name: `module:function` or `FILE.py:function`.
+        command: The command, for errors.
+
+    Raises:
+        ValueError: If the function returns no model.
+    """
+    model = build_function(name)()
+    _check_model(model, model, name, command)
+    return model
+
+
+def _check_model(
+    model: Any, returned: Any, name: str, command: str, wanted: str = "a model"
+) -> None:
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            message(
+                f"A function for {command} must return {wanted}.",
+                received={"build": name, "which returned": type(returned).__name__},
+                fix="End it with `return model`.",
+            )
+        )
+
+
+def simulate_devices(options: argparse.Namespace) -> None:
+    """Splits the CPU into the number of devices in `--devices`.
+
+    Args:
+        options: The options of a command that has `--devices` and `--topology`.
+
+    Raises:
+        ValueError: If the number is invalid, or a slice is given too.
+    """
+    if options.devices is None:
+        return
+    if options.topology is not None:
+        raise ValueError(
+            message(
+                "--devices simulates devices on this machine; --topology names a slice.",
+                received={"devices": options.devices, "topology": options.topology},
+                fix="Use only one of them.",
+            )
+        )
+    simulate(options.devices)
+    jax.devices()  # so that a module that simulates another number raises an error
+
+
+def mesh_of(text: str | None) -> dict[str, int] | None:
+    """Axis sizes, from `data=64,model=4`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If an axis has no size, or occurs twice.
+    """
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        sizes = {name.strip(): int(number) for name, _, number in pairs}
+    except ValueError:
+        sizes = {}
+    if not sizes or len(sizes) < len(pairs) or not all(sizes):
+        raise ValueError(
+            message(
+                "--mesh is a list of axes with their sizes, without repetitions.",
+                received={"mesh": text},
+                fix="Write --mesh as data=64,model=4.",
+            )
+        )
+    return sizes
+
+
+def layout_of(text: str | None) -> Any:
+    """A layout, from its name or a JSON file.
+
+    Args:
+        text: The word; `None` and `none` replicate.
+    """
+    if text is None or text == "none":
+        return None
+    if not text.endswith(".json"):
+        return text
+    return LayoutRules.from_json(Path(text).read_text())
+
+
+def remat_of(text: str | None) -> str | dict[str, str] | None:
+    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If a pattern has no policy.
+    """
+    if text is None or "=" not in text:
+        return text
+    pairs = [rule.partition("=") for rule in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(
+            message(
+                "--remat is a policy, or a list of patterns with policies.",
+                received={"remat": text},
+                fix="Write --remat as full, or as block_*=dots,head=full.",
+            )
+        )
+    return {pattern.strip(): policy.strip() for pattern, _, policy in pairs}
+
+
+def inputs_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments `x`, `y` and `sequence_length` of a dry run.
+
+    Args:
+        options: The options of a command that has `--x`, `--y` and `--sequence-length`.
+    """
+    return {
+        "x": _array(options.x),
+        "y": _array(options.y),
+        "sequence_length": options.sequence_length,
+    }
+
+
+def _array(text: str | None) -> Any:
+    if text is None:
+        return None
+    dtype, _, dims = text.partition(":")
+    try:
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        jax.numpy.empty(0, dtype)  # raises an error for strings and objects
+        if min(shape, default=1) < 1:
+            raise ValueError(shape)
+        return jax.ShapeDtypeStruct((1, *shape), dtype)
+    except (ValueError, TypeError, OverflowError, SyntaxError):
+        raise ValueError(
+            message(
+                "An input is a dtype and sizes.",
+                received={"input": text},
+                fix="Write an input as dtype:sizes, such as int32:512.",
+            )
+        ) from None
+
+
+def topologies_of(text: str) -> list[Topology]:
+    """The slices in `v5e-8,v6e-8`.
+
+    Args:
+        text: The argument.
+
+    Raises:
+        ValueError: If one is not a slice, or occurs twice.
+    """
+    found = [Topology.parse(name.strip()) for name in text.split(",")]
+    if len({topology.name for topology in found}) < len(found):
+        raise ValueError(
+            message(
+                "--topology is a list of slices without repetitions.",
+                received={"topology": text},
+                fix="Write for example --topology v5e-8,v6e-8.",
+            )
+        )
+    return found
+
+
+def price_of(text: str | None) -> float | dict[str, float] | None:
+    """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If it is not a number.
+    """
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        if len(pairs) == 1 and not pairs[0][1]:
+            return float(text)
+        return {chip.strip(): float(price) for chip, _, price in pairs}
+    except ValueError:
+        raise ValueError(
+            message(
+                "--price is the price of a chip-hour: one number, or one per chip.",
+                received={"price": text},
+                fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
+            )
+        ) from None

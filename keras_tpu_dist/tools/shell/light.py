@@ -1,0 +1,119 @@
+"""Commands that need neither Keras nor JAX, and start at once."""
+
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.records import check_ours
+from keras_tpu_dist.show.page import file_of
+from keras_tpu_dist.tools.goodput.report import goodput_of
+from keras_tpu_dist.tools.launcher.launch import launch
+from keras_tpu_dist.tools.launcher.restart import Restarts
+from keras_tpu_dist.tools.shell.script import check_script
+
+Answered = tuple[Any, int]
+
+
+def check_page(options: Namespace) -> None:
+    """Raises an error if the page cannot be written, before minutes of work.
+
+    Args:
+        options: The options of a command with `--html`.
+    """
+    if options.html is not None:
+        file_of(options.html)
+
+
+def with_page(options: Namespace, answer: Any) -> Any:
+    """Writes an answer as a page if `--html` is given, and returns it.
+
+    Args:
+        options: The options of a command with `--html`.
+        answer: The answer.
+    """
+    if options.html is not None:
+        answer.to_html(options.html)
+    return answer
+
+
+def _numbers(options: Namespace) -> tuple[int, int | None]:
+    """How many processes there are, and how many devices each simulates."""
+    given = {"processes": options.processes, "devices": options.devices}
+    given["processes_from"] = options.processes_from
+    if options.here:
+        if any(each is not None for each in given.values()):
+            raise ValueError(
+                message(
+                    "--here starts one process with the devices of this host.",
+                    received={name: each for name, each in given.items() if each is not None},
+                    fix="Leave --here out to simulate several hosts on this machine.",
+                )
+            )
+        return 1, None
+    processes = 2 if options.processes is None else options.processes
+    devices = 4 if options.devices is None else options.devices
+    if processes < 1 or devices < 1:
+        raise ValueError(
+            message(
+                "launch needs at least one process with at least one device.",
+                received={"processes": processes, "devices": devices},
+                fix="Write --processes 2 --devices 4.",
+            )
+        )
+    if options.processes_from is not None and not options.restart:
+        raise ValueError(
+            message(
+                "--processes-from is read before each restart.",
+                received={"processes_from": options.processes_from, "restart": options.restart},
+                fix="Add --restart 10.",
+            )
+        )
+    return processes, devices
+
+
+def _launch(options: Namespace) -> Answered:
+    processes, devices = _numbers(options)
+    check_script(options.script, options.module)
+    for name in ("backoff", "longest_backoff"):
+        if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
+            raise ValueError(
+                message(
+                    "Seconds to wait must be at least 0.",
+                    received={name: getattr(options, name)},
+                    fix="Write --backoff 1 --longest-backoff 300.",
+                )
+            )
+    if options.restart < 0:
+        raise ValueError(
+            message(
+                "The number of restarts must be at least 0.",
+                received={"restart": options.restart},
+                fix="Write --restart 10.",
+            )
+        )
+    if options.goodput is not None:
+        file_of(options.goodput)
+        check_ours(options.goodput)
+    as_module = ["-m"] if options.module else []
+    command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
+    return None, launch(
+        command,
+        processes,
+        devices,
+        restarts=Restarts(
+            options.restart, options.backoff, options.longest_backoff, options.processes_from
+        ),
+        logs=options.logs,
+        goodput=options.goodput,
+    )
+
+
+def _goodput(options: Namespace) -> Answered:
+    check_page(options)
+    return with_page(options, goodput_of(options.file)), 0
+
+
+COMMANDS: dict[str, Callable[[Namespace], Answered]] = {"launch": _launch, "goodput": _goodput}
