@@ -167,8 +167,10 @@ class TPUStrategy(
         # If the layout is a `LayoutMap`, Keras has set the mesh of that map, and its first axis.
         self._device_mesh = device_mesh
         self._batch_dim_name = self.data_axes[0] if self.data_axes else None
-        if self._topology is None and not self.placer.is_local:
-            watch_peers()
+        if self._topology is None:
+            membership.exists(self)
+            if not self.placer.is_local:
+                watch_peers()
 
     def _make_parts(self, mesh: Mesh, layout: Any) -> None:
         options = self.options
@@ -316,7 +318,11 @@ class TPUStrategy(
         if path is not None:
             check_text("explain", path=path)
         explanation = explain_model(
-            model, self.placement(model), self.layouts.mesh, described(model, self)
+            model,
+            self.placement(model),
+            self.layouts.mesh,
+            described(model, self),
+            membership.why_not_trained(model, self),
         )
         return explanation if path is None else one_row(explanation, path)
 

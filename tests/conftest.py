@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import functools
+import logging
 import os
 import pathlib
 import random
@@ -32,6 +33,10 @@ import jax
 import keras
 import pytest
 
+# Models to compare with run under no strategy.
+logging.getLogger("keras_tpu_dist").addFilter(
+    lambda record: "under no strategy" not in record.getMessage()
+)
 
 # CI installs every library that a test asks for: there a skip for one is a failure.
 _ALL_INSTALLED = "KTD_TESTS_MAY_NOT_MISS_MODULES"

@@ -8,15 +8,16 @@ _logger = logging.getLogger("keras_tpu_dist")
 _logged: set[str] = set()
 
 
-def log_once(text: str, level: int = logging.INFO) -> None:
+def log_once(text: str, level: int = logging.INFO, about: str = "") -> None:
     """Logs a message, unless it was already logged.
 
     Args:
         text: The message.
         level: Its level in `logging`.
+        about: Its subject, if one message about it is enough, whatever the text.
     """
-    if text not in _logged:
-        _logged.add(text)
+    if (about or text) not in _logged:
+        _logged.add(about or text)
         _logger.log(level, "%s", text)
 
 

@@ -119,7 +119,7 @@ class Explanation(Shown):
         mesh: Axis sizes.
         rows: One per weight.
         outputs: One per layer whose output has a layout.
-        note: Why variables are missing, or `""`.
+        note: Why the strategy does not train the model, or why variables are missing, or `""`.
         logical_devices: `(layer path, logical device)` of every assigned layer.
         layers: One per layer or table that decides itself how to use its split weights.
         crossings: Which axes cross hosts or slices, in words; `""` on one host.
@@ -262,7 +262,11 @@ class Explanation(Shown):
 
 
 def explain_model(
-    model: Any, placement: Placement, mesh: Mesh, tables: Mapping[str, str] | None = None
+    model: Any,
+    placement: Placement,
+    mesh: Mesh,
+    tables: Mapping[str, str] | None = None,
+    not_trained: str = "",
 ) -> Explanation:
     """Converts a placement to rows.
 
@@ -271,6 +275,7 @@ def explain_model(
         placement: Its placement.
         mesh: The mesh.
         tables: From the path of a table to how it is looked up and updated.
+        not_trained: Why the strategy does not train the model, or `""`.
 
     Returns:
         The explanation. An invalid layout is reported in its row; no error is raised.
@@ -292,7 +297,7 @@ def explain_model(
         dict(mesh.shape),
         rows,
         outputs,
-        _note(model, rows),
+        "; ".join(filter(None, [not_trained, _note(model, rows)])),
         assigned,
         layers,
         crossings_text(mesh),

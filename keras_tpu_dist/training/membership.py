@@ -10,6 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
@@ -97,6 +98,20 @@ class Membership:
 
 
 _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
+
+
+# The strategies with devices to lose, for models that run outside of all of them.
+_alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
+
+
+def exists(strategy: Strategy) -> None:
+    """Records a new strategy whose devices are attached.
+
+    Args:
+        strategy: The strategy.
+    """
+    if strategy.mesh.size > 1:
+        _alive.add(strategy)
 
 
 # On a variable: the layout that a strategy chose, in contrast to one from the user.
@@ -187,6 +202,7 @@ def find_strategy(model: Any) -> Any:
     member = _members.get(model)
     if member is None:
         _check_one_mesh(model)
+        _warn_of_forgotten_scope(model)
         return None
     other = keras.distribution.distribution()
     if other is not None:
@@ -227,6 +243,43 @@ def _check_one_mesh(model: Any) -> None:
                 "moved there.",
             )
         )
+
+
+def _warn_of_forgotten_scope(model: Any) -> None:
+    strategies = list(_alive)
+    if not strategies or keras.distribution.distribution() is not None:
+        return  # A distribution of Keras was chosen on purpose.
+    strategy = max(strategies, key=lambda strategy: strategy.mesh.size)
+    log_once(
+        f"model {model.name!r} runs under no strategy, without the devices of {strategy!r}: build "
+        "and compile it within `with strategy.scope():`. If it belongs to no strategy, silence "
+        'this by logging.getLogger("keras_tpu_dist").addFilter(lambda record: "under no strategy" '
+        "not in record.getMessage())",
+        logging.WARNING,
+        about="a model under no strategy",
+    )
+
+
+def why_not_trained(model: Any, strategy: Strategy) -> str:
+    """Why a model that a strategy is asked about does not train under it, or `""`.
+
+    Args:
+        model: The model.
+        strategy: The strategy; it trains every model that runs in its scope.
+    """
+    member = _members.get(model)
+    if _keras.active_strategy() is strategy or (member and member.strategy is strategy):
+        return ""
+    if member is not None:
+        return f"this strategy does not train the model: it belongs to {member.strategy!r}"
+    # A part of a model need not belong to its strategy.
+    layouts = _keras.variable_layouts(_keras.state_variables(model))
+    if any(strategy.layouts.owns(layout) for layout in layouts):
+        return ""
+    return (
+        "this strategy does not train the model, which belongs to none: build and compile it, or "
+        "run it, within `with strategy.scope():`"
+    )
 
 
 def of_model(model: Any) -> Membership | None:

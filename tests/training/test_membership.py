@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common import once
+from keras_tpu_dist.training import membership
 
 X, Y = data()
 
@@ -313,3 +314,71 @@ def test_a_variable_is_shown_where_it_will_lie(layout):
     model.predict(np.zeros((8, 64)), verbose=0)
     assert [str(strategy.show(v)) for v in model.weights] == before
     assert any("replicated" not in text for text in before)
+
+
+@pytest.fixture
+def warned(monkeypatch, caplog):
+    """The warnings of a forgotten scope since the last call, of strategies of this test."""
+    once.forget()
+    monkeypatch.setattr(logging.getLogger("keras_tpu_dist"), "filters", [])
+    monkeypatch.setattr(membership, "_alive", weakref.WeakSet())
+
+    def texts():
+        records = [(r.levelname, r.message) for r in caplog.records if "no strategy" in r.message]
+        caplog.clear()
+        return records
+
+    return texts
+
+
+@pytest.mark.parametrize("run", ["fit", "train_on_batch", "predict"])
+def test_a_forgotten_scope_is_one_warning(run, warned):
+    def forgotten():
+        model = keras.Sequential([keras.layers.Dense(3)], name="forgotten")
+        model.compile("sgd", "mse")
+        assert not warned()  # it may still run in the scope
+        getattr(model, run)(*([np.ones((4, 3))] * (1 if run == "predict" else 2)))
+        return warned()
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    ((level, text),) = forgotten()
+    assert level == "WARNING"
+    assert text.startswith(
+        f"model 'forgotten' runs under no strategy, without the devices of {strategy!r}: build"
+    )
+    assert "`with strategy.scope():`" in text
+    assert not forgotten()
+    once.forget()
+    eval(text.partition("silence this by ")[2])  # the line that users are given
+    assert not forgotten()
+
+
+def test_what_is_no_forgotten_scope(warned):
+    gone = weakref.ref(ktd.TPUStrategy())
+    described = ktd.TPUStrategy(topology="v5e:2x4")
+    one = ktd.TPUStrategy(devices=jax.devices()[:1])
+    built(mlp, one).predict(X[:4], verbose=0)
+    built(mlp, None).predict(X[:4], verbose=0)
+    assert gone() is None
+    strategy = ktd.TPUStrategy()
+    built(mlp, strategy).predict(X[:4], verbose=0)
+    with keras.distribution.DataParallel(devices=jax.devices()[:2]).scope():
+        mlp().predict(X[:4], verbose=0)
+    assert not warned()
+    del described
+
+
+def test_explain_says_whether_the_strategy_trains_the_model():
+    strategy, other = ktd.TPUStrategy({"data": 4, "model": 2}), ktd.TPUStrategy()
+    words = "this strategy does not train the model"
+    model = built(mlp, None)
+    assert f"{words}, which belongs to none: build and compile it, or run it" in str(
+        strategy.explain(model)
+    )
+    with strategy.scope():
+        assert words not in str(strategy.explain(model))
+        model.predict(X[:4], verbose=0)
+    assert words not in str(strategy.explain(model))
+    part = keras.Sequential(model.layers[:1])
+    assert words not in str(strategy.explain(part))
+    assert f"{words}: it belongs to {strategy!r}" in " ".join(str(other.explain(model)).split())
