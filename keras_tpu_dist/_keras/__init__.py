@@ -156,6 +156,7 @@ from keras_tpu_dist._keras.variables import claim as claim
 from keras_tpu_dist._keras.variables import owner_of as owner_of
 from keras_tpu_dist._keras.variables import replace_in_scope as replace_in_scope
 from keras_tpu_dist._keras.variables import serve_additions as serve_additions
+from keras_tpu_dist._keras.variables import serve_pickles as serve_pickles
 from keras_tpu_dist._keras.variables import serve_uses as serve_uses
 from keras_tpu_dist._keras.variables import serve_variables as serve_variables
 from keras_tpu_dist._keras.variables import set_owner as set_owner

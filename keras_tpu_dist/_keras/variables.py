@@ -52,6 +52,15 @@ def serve_uses(pinned: Callable[[Any], None], laid: Callable[[Any, Any], Any]) -
     _served.update(pinned=pinned, laid=laid)
 
 
+def serve_pickles(portable: Callable[[NamedSharding], Any]) -> None:
+    """Sets the function for the layouts of claimed variables that are copied or pickled.
+
+    Args:
+        portable: Returns an object that can be pickled; its attribute `layout` is the layout.
+    """
+    _served.update(portable=portable)
+
+
 class _Claimed(keras.Variable):
     """A variable on a strategy's mesh. Without marks, it behaves like Keras's own."""
 
@@ -74,6 +83,21 @@ class _Claimed(keras.Variable):
             super()._direct_assign(value)
         else:
             _served["assign"](_stock_assign, self, value)
+
+    # Layouts have devices, which cannot be pickled. A mark may be the same object as the layout.
+
+    def __getstate__(self):
+        layouts = [v for v in self.__dict__.values() if isinstance(v, NamedSharding)]
+        portable = {id(layout): _served["portable"](layout) for layout in layouts}
+        state = {name: portable.get(id(v), v) for name, v in self.__dict__.items()}
+        return state, list(portable.values())
+
+    def __setstate__(self, state):
+        state, portable = state
+        layouts = {id(one): one.layout for one in portable}
+        self.__dict__.update({name: layouts.get(id(v), v) for name, v in state.items()})
+        if self._layout is not None and self._value is not None:
+            self._direct_assign(self._value)
 
     # Additions of replicas are summed, and their assignments must agree. An assignment alone does
     # not show which of the two it was.

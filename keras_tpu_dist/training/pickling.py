@@ -1,4 +1,4 @@
-"""Pickles and copies strategies, and models that have one."""
+"""Pickles and copies strategies, and models and variables that have one."""
 
 import copyreg
 import functools
@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.mesh import auto_mesh, build_mesh
 from keras_tpu_dist.hardware.topology import Topology
@@ -124,6 +126,34 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
     except ValueError as error:
         logger.warning("a model that was unpickled is on one device: %s", error)
         return _Belonging(None)
+
+
+class _PortableLayout:
+    """The layout of a copied variable: the same in this process, an equal one in another."""
+
+    def __init__(self, layout: NamedSharding | None):
+        self.layout = layout
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        layout = self.layout
+        recipe = mesh_recipe(layout.mesh, None, None)
+        return _portable_layout, (recipe, tuple(layout.spec), layout.memory_kind)
+
+
+def _portable_layout(recipe: Any, axes: tuple, memory_kind: str | None) -> _PortableLayout:
+    try:
+        mesh = mesh_of(recipe)
+    except ValueError as error:
+        log_once(f"a variable that was unpickled is on one device: {error}", logging.WARNING)
+        return _PortableLayout(None)
+    spec = PartitionSpec(*axes)
+    return _PortableLayout(NamedSharding(mesh, spec, memory_kind=memory_kind))
+
+
+_keras.serve_pickles(_PortableLayout)
 
 
 def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) -> None:

@@ -89,16 +89,36 @@ def test_a_model_without_a_strategy_is_pickled_as_ever():
     assert all(len(v.value.sharding.device_set) == 1 for v in again.weights)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_variable_keeps_its_layout(way):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
+    model = built(mlp, strategy)
+    model.fit(*(each[:13] for each in data()), batch_size=13, verbose=0)
+    kernel = model.layers[0].kernel
+    again = WAYS[way](kernel)
+    assert again.value.sharding == kernel.value.sharding
+    assert again.path == kernel.path
+    assert_close(again.numpy(), kernel.numpy())
+    before = kernel.numpy()
+    again.assign(before + 1)
+    assert_close(kernel.numpy(), before)
+
+
 def test_a_model_whose_devices_are_not_here(monkeypatch, caplog):
+    once.forget()
     strategy = ktd.TPUStrategy({"data": 2}, devices=jax.devices()[6:])
-    pickled, alone = pickle.dumps(built(mlp, strategy)), pickle.dumps(strategy)
+    made = built(mlp, strategy)
+    pickled, alone = pickle.dumps(made), pickle.dumps(strategy)
+    variable = pickle.dumps(made.layers[0].kernel)
     here = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *_: here)
     with pytest.raises(ValueError, match=r"whose devices \[6, 7\] are not among the 2 here"):
         pickle.loads(alone)
     model = pickle.loads(pickled)
     assert all(len(v.value.sharding.device_set) == 1 for v in model.weights)
-    assert "is on one device" in caplog.text
+    assert "a model that was unpickled is on one device" in caplog.text
+    assert len(pickle.loads(variable).value.sharding.device_set) == 1
+    assert "a variable that was unpickled is on one device" in caplog.text
 
 
 def test_layers_of_two_strategies():
