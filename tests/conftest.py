@@ -38,6 +38,14 @@ logging.getLogger("keras_tpu_dist").addFilter(
     lambda record: "under no strategy" not in record.getMessage()
 )
 
+# Many tests compile the same programs: they share them, with the tests that run beside these and
+# with the next run. Only in this process: libtpu's programs cannot be read back.
+_PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 # CI installs every library that a test asks for: there a skip for one is a failure.
 _ALL_INSTALLED = "KTD_TESTS_MAY_NOT_MISS_MODULES"
 _MISSING = ("is not installed", "could not import", "needs libtpu")
