@@ -1,7 +1,8 @@
 """TPUStrategy: the distribution that trains Keras models on a mesh of devices."""
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 from jax.sharding import Mesh, NamedSharding
@@ -28,9 +29,18 @@ from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
 from keras_tpu_dist.programs.tables.step import described, refused
-from keras_tpu_dist.replica.run import ReplicaCode
-from keras_tpu_dist.tools.checkup.method import Checks
-from keras_tpu_dist.tools.dryrun.retarget import DryRuns
+from keras_tpu_dist.replica.datasets import (
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    ValueContext,
+    distribute_dataset,
+    distribute_datasets_from_function,
+    distribute_values_from_function,
+)
+from keras_tpu_dist.replica.loop import Launches
+from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
+from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.runner import Runner
@@ -39,11 +49,11 @@ if TYPE_CHECKING:
     from keras_tpu_dist.layout.explain import Explanation, VariableRow
     from keras_tpu_dist.layout.lint import LintReport
     from keras_tpu_dist.layout.picture import Picture
+    from keras_tpu_dist.tools.checkup.report import Check
+    from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress
 
 
-class TPUStrategy(
-    TensorFlowNames, ReplicaCode, LogicalDevices, DryRuns, Checks, keras.distribution.ModelParallel
-):
+class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
     """Trains an ordinary Keras model on a mesh of TPU chips, with the numbers of one device.
 
     Build and compile the model inside `strategy.scope()`. You can then call `fit`, `evaluate`,
@@ -180,6 +190,8 @@ class TPUStrategy(
             mesh, data_axes, layout, options.shard_optimizer, options.batch_axis == 0
         )
         self.remat = LayerPolicies(options.remat)
+        self.replica_code = ReplicaCode()
+        self.logical_devices = LogicalDevices(mesh, data_axes, self._topology)
         self.placer = placer_for(mesh, data_axes, options.batch_axis, options.input)
         name = None if self._topology is None else self._topology.name
         self.runner = Runner(self.layouts, self.placer, options, only_described=name)
@@ -213,6 +225,16 @@ class TPUStrategy(
     def num_model_replicas(self) -> int:
         """Keras's name for `num_replicas_in_sync`."""
         return self.placer.num_shards
+
+    @property
+    def logical_axes(self) -> tuple[str, ...]:
+        """The mesh axes that make up a replica."""
+        return self.logical_devices.axes
+
+    @property
+    def num_logical_devices(self) -> int:
+        """The number of devices that share one replica."""
+        return self.logical_devices.number
 
     @property
     def num_hosts(self) -> int:
@@ -407,6 +429,579 @@ class TPUStrategy(
                 )
             )
         return self.placer.sharding(0 if len(data_shape) else None)
+
+    def run(
+        self,
+        fn: Callable,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+        *,
+        steps: int = 1,
+        outputs: str = "last",
+    ) -> Any:
+        """Runs a function once per replica, as one compiled program.
+
+        Every replica gets its own part of per-replica arguments (from `distribute_dataset`,
+        `distribute_values_from_function` or an earlier `run`), and all other arrays and numbers
+        whole. `True`, strings and other objects are constants of the program. Within the function,
+        `get_replica_context()` has the replica's number and the collectives.
+
+        With `steps=N` the function runs N times in one launch. If an argument is an iterator over a
+        distributed dataset, the steps use its next N batches; otherwise they use the same
+        arguments. Variables, seeds and metrics go from step to step, so the results are those of N
+        calls. Batches are transferred together, and the next N while the devices work. If fewer
+        batches are left, or they differ in shape, they are launched one by one, as are those with
+        `RunOptions(buckets=...)`. `strategy.loop` does the same for a whole dataset.
+
+        The function can read and update Keras variables, layers, models, optimizers and metrics
+        from its closure or its arguments. An update is combined by the variable's `aggregation`:
+        `"mean"`, `"sum"`, `"only_first_replica"`. With `"none"`, Keras's default, an update that is
+        the same on all replicas is assigned as it is, a floating-point update that differs (moving
+        statistics) is averaged, and it is an error if a trainable weight would differ: reduce the
+        gradients first. Metrics (`synchronization="on_read"`) have a separate value on every
+        replica, which are combined when you read them outside. Seed generators draw different
+        numbers on every replica and advance once a step. If anything raises before the program is
+        launched, no variable is assigned. The strategy's `donate_state` decides, as in `fit`,
+        whether a launch overwrites updated variables, or keeps the old values and needs memory for
+        both. Arrays that you keep, such as `variable.value`, are never overwritten. Within the
+        function a variable is not split over the data axes, even under "fsdp"; splits over other
+        axes remain.
+
+        The function is traced at its first call and for new shapes, and not called again, so pass
+        the same function object every time. A lambda written in the loop is a new function every
+        time, and is traced and compiled again, with a warning.
+
+        If the mesh spans several processes, all of them call `run` with the same function and the
+        same arguments; pass values that differ as per-replica values. This is checked at the first
+        call of every program, as are the values of the variables.
+
+        Args:
+            fn: The function. It returns arrays, numbers, `None` or a structure of them.
+            args: Its positional arguments: arrays, `keras.Variable`s, structures of them, and
+                constants; or an iterator over a distributed dataset, which every step replaces by
+                the next batch.
+            kwargs: Its keyword arguments.
+            options: `RunOptions` for inputs of varying sizes.
+            steps: The number of steps in the launch; fewer if the iterator has fewer batches left.
+            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the steps
+                along a new first dimension of every replica's values.
+
+        Returns:
+            The structure that `fn` returned, with a `PerReplica` instead of every array.
+
+        Raises:
+            ValueError: If `fn` returns something else, a per-replica argument belongs to another
+                strategy or is uneven, or an update cannot be combined; on all processes, if their
+                arguments or variables differ; if `outputs="all"` and steps have results of
+                different shapes.
+            StopIteration: If the iterator among the arguments has no batch left.
+            PeerError: If other processes run something else.
+            RuntimeError: Inside another `run`.
+            TypeError: If an argument has the wrong type.
+            NotImplementedError: If `fn` calls `merge_call`.
+
+        Example:
+
+        >>> import jax, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+        >>> strategy.run(lambda x: x * 2.0, args=(3.0,))
+        PerReplica:{
+          0: array(6., dtype=float32),
+          1: array(6., dtype=float32)
+        }
+        >>> import numpy as np
+        >>> batches = iter(strategy.distribute_dataset(np.arange(6), batch_size=2))
+        >>> strategy.run(lambda x: x[0], args=(batches,), steps=2, outputs="all")
+        PerReplica:{
+          0: array([0, 2], dtype=int32),
+          1: array([1, 3], dtype=int32)
+        }
+        """
+        return self.replica_code.run(self, fn, args, kwargs, options, steps, outputs)
+
+    def loop(
+        self,
+        fn: Callable,
+        dataset: DistributedDataset | DistributedIterator,
+        steps_per_launch: int = 32,
+        *,
+        args: Sequence[Any] = (),
+        options: RunOptions | None = None,
+        outputs: str = "last",
+    ) -> Launches:
+        """Runs a function for every batch of a dataset, many in one launch.
+
+        It is `strategy.run(fn, (batch, *args))` for one batch after the other, with the same
+        numbers, at the speed of `fit` with `steps_per_execution`. `steps_per_launch` batches of one
+        shape are one program with a loop on the devices, while the next ones are read and
+        transferred. Remaining batches at the end, and batches of another shape, are launched one by
+        one.
+
+        Steps run while you iterate, so between two launches you can print, save, evaluate or leave
+        the loop. You can use `keras.utils.Progbar` and Keras's callbacks there.
+
+        Args:
+            fn: The function of a batch. See `run`.
+            dataset: The result of `distribute_dataset` or `distribute_datasets_from_function`, or
+                an iterator over it, which continues.
+            steps_per_launch: The number of steps in a launch.
+            args: More arguments after the batch, the same in all steps.
+            options: `RunOptions` for batches of varying sizes.
+            outputs: Which results to return: `"last"`, those of a launch's last step; or `"all"`,
+                with the steps along a new first dimension of every replica's values.
+
+        Returns:
+            An iterator. It runs the next launch, and yields the number of steps so far and the
+            results: the structure that `fn` returned, with a `PerReplica` for every array.
+
+        Raises:
+            ValueError: If `run` raises it.
+            TypeError: If `dataset` is neither, or an argument has the wrong type.
+
+        Example:
+
+        >>> import jax, numpy as np, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+        >>> dataset = strategy.distribute_dataset(np.arange(10.0), batch_size=2)
+        >>> def step(x):
+        ...     return ktd.get_replica_context().all_reduce("sum", x[0])
+        >>> for step, sums in strategy.loop(step, dataset, steps_per_launch=2, outputs="all"):
+        ...     print(step, strategy.local_results(sums)[0])
+        2 [1. 5.]
+        4 [ 9. 13.]
+        5 [17.]
+        """
+        return self.replica_code.loop(self, fn, dataset, steps_per_launch, args, options, outputs)
+
+    def local_results(self, value: Any) -> tuple:
+        """The values of all replicas of this process.
+
+        With several processes, every process gets the values of its own replicas, as in
+        `tf.distribute`: of the replicas that have a device there (`PerReplica.replica_ids`). A
+        replica that spans processes is in all of them. The values are local arrays of this process.
+
+        Args:
+            value: A result of `run` or a batch of a distributed dataset: a `PerReplica` or a
+                structure with some; or an `"on_read"` variable, for the separate values of the
+                replicas.
+
+        Returns:
+            A tuple with one structure per replica; `(value,)` for anything without a `PerReplica`.
+
+        Raises:
+            ValueError: If a value belongs to another strategy.
+        """
+        return local_results(self, value)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Combines values over replicas, and optionally over a dimension of the values.
+
+        Args:
+            reduce_op: `"sum"`, `"mean"`, `"max"`, `"min"`, in any case, or an enum with such names.
+            value: A `PerReplica` or a structure of them. The mean, maximum and minimum of a value
+                that all replicas share is the value itself.
+            axis: The dimension of the replicas' values, or several, to reduce as well, usually 0,
+                the batch; `None`: only over replicas. A mean over uneven batches counts rows, not
+                replicas.
+
+        A sum of integers or of `bool` has at least 32 bits, their mean is a floating-point number,
+        everything else keeps its dtype; numbers with fewer than 32 bits are added up in float32.
+        `all_reduce` of the replica context does the same.
+
+        Returns:
+            Arrays, the same on all devices and in all processes. All processes must call it.
+
+        Raises:
+            ValueError: For a sum of a value that all replicas share; for values of different sizes
+                without the axis in which they differ; for the maximum or minimum of no values or of
+                complex numbers; if a value belongs to another strategy.
+        """
+        return reduce(self, reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins values of all replicas along a dimension.
+
+        Args:
+            value: A `PerReplica` or a structure of them; others are returned as they are.
+            axis: The dimension.
+
+        Returns:
+            Arrays, the same on all devices and in all processes. All processes must call it.
+
+        Raises:
+            ValueError: If a value is a scalar or lacks the dimension, or values differ in another
+                dimension, or belong to another strategy.
+        """
+        return gather(self, value, axis)
+
+    def distribute_dataset(
+        self, dataset: Any, options: RunOptions | None = None, *, batch_size: int | None = None
+    ) -> DistributedDataset:
+        """Splits the global batches of a dataset over the replicas.
+
+        If a batch has B rows, every one of N replicas gets ceil(B / N) consecutive rows, and the
+        last ones fewer, or none, as in `tf.distribute`; for such a batch, pass
+        `RunOptions(dynamic_batch=True)` to `run`. All replicas get whole scalars, and whole
+        elements that the strategy's `batch_axis` declares without a batch.
+
+        With several processes, all of them pass the same dataset, and every process transfers the
+        rows of its own replicas. With `TPUStrategy(input="per_process")` every process passes its
+        own rows (`strategy.input_shard`), as to `fit`. They go to its own replicas, a step uses the
+        next batch of every process, and all iterations end together.
+
+        Args:
+            dataset: An iterable of global batches (structures of arrays): a list, a generator, a
+                `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`; or, with
+                `batch_size`, an array or a structure of arrays, to divide into batches along the
+                strategy's `batch_axis`.
+            options: The `RunOptions` that you pass to `run`: lengths are padded to buckets here,
+                before the transfer.
+            batch_size: The global batch size, if `dataset` is arrays.
+
+        Returns:
+            A `DistributedDataset`; its batches hold a `PerReplica` for every array.
+
+        Raises:
+            ValueError: If arrays come without `batch_size` or batches with it; while iterating, on
+                all processes, if their batches do not fit together.
+            PeerError: While iterating, if not all processes do.
+            TypeError: If `options` is not `RunOptions`.
+
+        Example:
+
+        >>> import jax, numpy as np, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+        >>> for x in strategy.distribute_dataset(np.arange(4), batch_size=2):
+        ...     print(strategy.run(lambda x: x * 2, args=(x,)))
+        PerReplica:{
+          0: array([0], dtype=int32),
+          1: array([2], dtype=int32)
+        }
+        PerReplica:{
+          0: array([4], dtype=int32),
+          1: array([6], dtype=int32)
+        }
+        """
+        return distribute_dataset(self, dataset, options, batch_size)
+
+    @known_words
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable]
+    ) -> DistributedDataset:
+        """Distributes a dataset that already has batches for one replica.
+
+        Every step takes one batch for every replica, in order. If the dataset ends within a step,
+        the remaining replicas get no rows.
+
+        With several processes, all of them call the function. By default there is one input
+        pipeline, which all of them read. With `TPUStrategy(input="per_process")` there is one for
+        every input shard, whose batches go to the replicas of its processes. If your function
+        splits its data by the context's `input_pipeline_id` of `num_input_pipelines`, it is right
+        in both cases.
+
+        Args:
+            dataset_fn: A function of an `InputContext` that returns an iterable of batches of one
+                replica's size (`context.get_per_replica_batch_size(global_batch_size)`).
+
+        Returns:
+            A `DistributedDataset`.
+        """
+        return distribute_datasets_from_function(self, dataset_fn)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Creates per-replica values by a function that is called once for every replica.
+
+        With several processes, every process calls it for its own replicas, in the order of their
+        numbers.
+
+        Args:
+            value_fn: A function of a `ValueContext` that returns a number, an array or a structure
+                of them.
+
+        Returns:
+            The structure, with a `PerReplica` instead of every array.
+
+        Raises:
+            ValueError: If the values are not numbers or do not fit together.
+            PeerError: If not all processes call it.
+
+        Example:
+
+        >>> import jax, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+        >>> strategy.distribute_values_from_function(lambda context: context.num_replicas_in_sync)
+        PerReplica:{
+          0: array(2, dtype=int32),
+          1: array(2, dtype=int32)
+        }
+        """
+        return distribute_values_from_function(self, value_fn)
+
+    def split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int], batch_axis: int | None = 0
+    ) -> Any:
+        """Splits a tensor over the logical devices of every replica.
+
+        Logical device `i` of a replica gets block `i` of the replica's rows, in row-major order, as
+        `numpy.arange(num_logical_devices).reshape(partition_dimensions)` counts. Operations on the
+        tensor run on the devices that hold its parts; the compiler adds the exchange of borders
+        that a convolution needs. Values do not change.
+
+        You can use it in `Layer.call`, in custom steps, in functions passed to `strategy.run`, on
+        the `keras.KerasTensor` of a functional model (it becomes a layer of the model and is saved
+        with it), or on arrays.
+
+        Args:
+            tensor: A tensor whose dimension `batch_axis` is the batch, `(batch, ...)`.
+            partition_dimensions: One positive integer for every dimension: the number of parts. In
+                compiled code the batch may have any size; every other dimension must be divisible.
+            batch_axis: The dimension that is also split over the replicas, or `None` if every
+                replica has the whole tensor.
+
+        Returns:
+            The tensor, split.
+
+        Raises:
+            ValueError: If there is not one number for every dimension, a dimension is not
+                divisible, the product is not `num_logical_devices`, or the mesh's axes cannot
+                express the partition.
+
+        References:
+            - tensorflow.org/api_docs/python/tf/distribute/TPUStrategy,
+              `experimental_split_to_logical_devices`.
+
+        Example:
+
+        >>> import jax, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy({"data": 2, "rows": 2, "columns": 2})
+        >>> images = jax.numpy.ones((4, 8, 6, 3))
+        >>> split = strategy.split_to_logical_devices(images, [1, 2, 2, 1])
+        >>> split.addressable_shards[0].data.shape
+        (2, 4, 3, 3)
+        """
+        return self.logical_devices.split(tensor, partition_dimensions, batch_axis)
+
+    def replicate_to_logical_devices(self, tensor: Any, batch_axis: int | None = 0) -> Any:
+        """Copies the full tensor to every logical device of its replica.
+
+        Args:
+            tensor: A tensor whose dimension `batch_axis` is the batch. For the kinds of tensors,
+                see `split_to_logical_devices`.
+            batch_axis: The dimension that the replicas split, or `None`.
+
+        Returns:
+            The tensor, whole on every logical device; the batch stays split over the replicas.
+
+        Raises:
+            ValueError: If an array outside of compiled code has a batch that is not divisible.
+        """
+        return self.logical_devices.replicate(tensor, batch_axis)
+
+    def assign_to_logical_device(self, target: Any, logical_device_id: int) -> Any:
+        """Lets one logical device of every replica compute a layer or a function.
+
+        Args:
+            target: A layer or model, or a function of arrays; see `keras_tpu_dist.assign`. A
+                `keras.KerasTensor` means the layer that computes it. An array is returned
+                unchanged, because it is already computed.
+            logical_device_id: The logical device, from 0.
+
+        Returns:
+            The layer; a function that computes on that device; or the tensor.
+
+        Raises:
+            ValueError: If there is no such logical device, or `target` cannot be assigned.
+        """
+        return self.logical_devices.assign(target, logical_device_id)
+
+    def logical_device(self, logical_device_id: int) -> AbstractContextManager[None]:
+        """A scope that assigns the layers created in it to one logical device.
+
+        Models created in it are not assigned as a whole, but their layers are.
+
+        Args:
+            logical_device_id: The logical device, from 0.
+
+        Raises:
+            ValueError: If there is no such logical device.
+        """
+        return self.logical_devices.scope(logical_device_id)
+
+    experimental_local_results = local_results
+    experimental_distribute_dataset = distribute_dataset
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    experimental_distribute_values_from_function = distribute_values_from_function
+    experimental_split_to_logical_devices = split_to_logical_devices
+    experimental_replicate_to_logical_devices = replicate_to_logical_devices
+    experimental_assign_to_logical_device = assign_to_logical_device
+    experimental_logical_device = logical_device
+
+    def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:
+        """The same strategy for a slice that you don't have.
+
+        Args:
+            topology: The slice, such as `"v5e:16x16"`.
+            mesh: The axis sizes. By default the axes are those of this strategy: the first data
+                axis grows or shrinks to fill the slice, all others keep their size.
+
+        Returns:
+            A strategy like this one with that `topology`. You can `explain`, `lint` and dry-run
+            models with it, but not train them.
+
+        Raises:
+            ValueError: If the size of the slice is not divisible by the other axes, or no axis
+                splits the batch.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> here = ktd.TPUStrategy({"data": 4, "model": 2})
+        >>> dict(here.on_topology("v5e:16x16").mesh.shape)
+        {'data': 128, 'model': 2}
+        """
+        from keras_tpu_dist.tools.dryrun.retarget import grown
+
+        topology = Topology.parse(topology)
+        if mesh is None:
+            mesh = grown(dict(self.layouts.mesh.shape), self.layouts.data_axes, topology)
+        options = self.options.as_arguments()
+        return type(self)(mesh, self.layouts.layout, topology=topology, **options)
+
+    def dry_run(
+        self,
+        model: "Build",
+        *,
+        batch_size: int | None = None,
+        topology: str | Topology | None = None,
+        mesh: Mapping[str, int] | None = None,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        sequence_length: int | None = None,
+        mode: str = "train",
+        effort: str = "quick",
+        timeout: float = 1800.0,
+        calibration: Any = None,
+        progress: "Progress | None" = None,
+    ) -> "DryRun":
+        """Compiles one step of a model for this strategy's devices or for another slice.
+
+        Args:
+            model: A built model, which may be on this strategy's mesh and is not changed; or a
+                function that builds, compiles and returns one, which needs no memory for weights.
+            batch_size: The global batch size. By default, the largest that fits a slice.
+            topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this strategy's
+                own devices.
+            mesh: Axis sizes on that slice. By default the first data axis fills it.
+            x: As in `keras_tpu_dist.dry_run`, like all further arguments.
+            y: The target.
+            sample_weight: Sample weights.
+            sequence_length: The length of texts, for inputs that leave it open.
+            mode: `"train"`, `"evaluate"` or `"predict"`.
+            effort: `"quick"` or `"exact"`.
+            timeout: Seconds after which a compilation is stopped.
+            calibration: Measurements on such chips.
+            progress: Called with a line of text at every stage.
+
+        Returns:
+            A `DryRun`. If the model does not fit, you see it in the report; no error is raised.
+
+        Raises:
+            ValueError: If an argument is wrong, or the mesh does not fill the slice.
+            RuntimeError: If the compiler fails for a reason other than memory.
+
+        Example:
+
+        >>> import keras, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+        ...     model.compile("adam", "mse")
+        >>> print(strategy.dry_run(model, batch_size=4096, topology="v5e:16x16"))  # doctest: +SKIP
+        """
+        if mesh is not None and not isinstance(mesh, Mapping):
+            raise ValueError(
+                message(
+                    "mesh has the axis sizes on another slice.",
+                    received={"mesh": mesh},
+                    fix='Write for example mesh={"data": 64, "model": 4}.',
+                )
+            )
+        if topology is None and mesh is not None:
+            raise ValueError(
+                message(
+                    "mesh has the axis sizes on another slice.",
+                    received={"mesh": dict(mesh), "topology": None},
+                    fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
+                )
+            )
+        # Imported here: training needs no module that reads programs.
+        from keras_tpu_dist.tools.dryrun.run import dry_run
+
+        return dry_run(
+            model,
+            self if topology is None else self.on_topology(topology, mesh),
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            mode=mode,
+            effort=effort,
+            timeout=timeout,
+            calibration=calibration,
+            progress=progress,
+        )
+
+    def check(
+        self,
+        model: Any = None,
+        *,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        batch_size: int | None = None,
+        sequence_length: int | None = None,
+        minutes: float = 3.0,
+    ) -> "Check":
+        """Checks whether the devices compute correct results, and how fast they are.
+
+        It compares products, collectives, random numbers, kernels and known errors of XLA with
+        references. If you pass a model, it also compares a training step on all devices with the
+        step on one device. With several processes, call it in all of them. Parts that do not fit
+        into the time limit are left out, and listed. If you have set a `floatx` other than float32,
+        build and train nothing in other threads meanwhile: Keras has one for all threads, and some
+        parts set it to float32.
+
+        Args:
+            model: A built and compiled model. The check does not change it.
+            x: Its input: arrays, or `jax.ShapeDtypeStruct` for random values. Defaults to the
+                inputs that the model declares.
+            y: The target: arrays or `jax.ShapeDtypeStruct`, too.
+            sample_weight: Sample weights.
+            batch_size: Rows of the step, for all devices together. The default is an uneven
+                batch: two rows for each part and one more.
+            sequence_length: The size of every open time axis of the inputs.
+            minutes: The approximate time limit.
+
+        Returns:
+            A `Check`: `print` it, or look at `check.ok` and `check.problems`.
+
+        Raises:
+            ValueError: If an argument is wrong, the model has no step that can be compared, or the
+                strategy is for a slice that is not attached.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> check = ktd.TPUStrategy({"data": 4, "model": 2}).check()  # doctest: +SKIP
+        >>> check.ok  # doctest: +SKIP
+        True
+        """
+        from keras_tpu_dist.tools.checkup.method import check
+
+        return check(self, model, x, y, sample_weight, batch_size, sequence_length, minutes)
 
     def __reduce__(self):
         recipe = (

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -13,7 +13,9 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import BUILD, START
 from keras_tpu_dist.common.records import check_ours
-from keras_tpu_dist.tools.goodput.report import GoodputReport, goodput_of
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.tools.goodput.report import GoodputReport
 
 
 class Goodput(keras.callbacks.Callback):
@@ -76,8 +78,11 @@ class Goodput(keras.callbacks.Callback):
             recorder.begin(self.path)
             phases.turn(BUILD, of=START)
 
-    def report(self) -> GoodputReport:
+    def report(self) -> "GoodputReport":
         """How the time was spent, until now."""
         if jax.process_index() == 0:
             recorder.write_rest()
+        # Imported here: what trains needs no tool.
+        from keras_tpu_dist.tools.goodput.report import goodput_of
+
         return goodput_of(self.path)

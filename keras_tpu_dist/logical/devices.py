@@ -1,6 +1,7 @@
 """The logical devices of a replica: splits tensors over them, and assigns layers to one."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.logical.assign import assign, assigning, on_logical_device
+from keras_tpu_dist.logical.assign import assign as assign_layer
+from keras_tpu_dist.logical.assign import assigning, on_logical_device
 from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 
@@ -95,11 +97,17 @@ class ReplicateToLogicalDevices(_TensorAnnotation):
         return strategy.replicate_to_logical_devices(inputs, self.batch_axis)
 
 
+@dataclasses.dataclass(frozen=True)
 class LogicalDevices:
-    """The methods of a strategy for the devices that share one replica.
+    """The devices that share one replica, and what is split over them or assigned to one.
 
-    The logical devices of a replica are the devices along the mesh axes that do not split the
-    batch, in row-major order of the axes.
+    They are the devices along the mesh axes that do not split the batch, in row-major order of the
+    axes.
+
+    Args:
+        mesh: The strategy's mesh.
+        data_axes: Its axes that split the batch.
+        topology: Its slice, if it has no chips attached.
     """
 
     mesh: Mesh
@@ -107,57 +115,19 @@ class LogicalDevices:
     topology: Topology | None
 
     @property
-    def logical_axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[str, ...]:
         """The mesh axes that make up a replica."""
         return tuple(name for name in self.mesh.axis_names if name not in self.data_axes)
 
     @property
-    def num_logical_devices(self) -> int:
+    def number(self) -> int:
         """The number of devices that share one replica."""
-        return math.prod(self.mesh.shape[name] for name in self.logical_axes)
+        return math.prod(self.mesh.shape[name] for name in self.axes)
 
-    def split_to_logical_devices(
+    def split(
         self, tensor: Any, partition_dimensions: Sequence[int], batch_axis: int | None = 0
     ) -> Any:
-        """Splits a tensor over the logical devices of every replica.
-
-        Logical device `i` of a replica gets block `i` of the replica's rows, in row-major order, as
-        `numpy.arange(num_logical_devices).reshape(partition_dimensions)` counts. Operations on the
-        tensor run on the devices that hold its parts; the compiler adds the exchange of borders
-        that a convolution needs. Values do not change.
-
-        You can use it in `Layer.call`, in custom steps, in functions passed to `strategy.run`, on
-        the `keras.KerasTensor` of a functional model (it becomes a layer of the model and is saved
-        with it), or on arrays.
-
-        Args:
-            tensor: A tensor whose dimension `batch_axis` is the batch, `(batch, ...)`.
-            partition_dimensions: One positive integer for every dimension: the number of parts. In
-                compiled code the batch may have any size; every other dimension must be divisible.
-            batch_axis: The dimension that is also split over the replicas, or `None` if every
-                replica has the whole tensor.
-
-        Returns:
-            The tensor, split.
-
-        Raises:
-            ValueError: If there is not one number for every dimension, a dimension is not
-                divisible, the product is not `num_logical_devices`, or the mesh's axes cannot
-                express the partition.
-
-        References:
-            - tensorflow.org/api_docs/python/tf/distribute/TPUStrategy,
-              `experimental_split_to_logical_devices`.
-
-        Example:
-
-        >>> import jax, keras_tpu_dist as ktd
-        >>> strategy = ktd.TPUStrategy({"data": 2, "rows": 2, "columns": 2})
-        >>> images = jax.numpy.ones((4, 8, 6, 3))
-        >>> split = strategy.split_to_logical_devices(images, [1, 2, 2, 1])
-        >>> split.addressable_shards[0].data.shape
-        (2, 4, 3, 3)
-        """
+        """See `TPUStrategy.split_to_logical_devices`."""
         partition = self._checked_partition(partition_dimensions)
         if isinstance(tensor, keras.KerasTensor):
             _check_fits(tensor.shape, partition, batch_axis)
@@ -171,20 +141,8 @@ class LogicalDevices:
             entries[batch_axis] = (*self.data_axes, *entries[batch_axis])
         return self._constrain(tensor, entries)
 
-    def replicate_to_logical_devices(self, tensor: Any, batch_axis: int | None = 0) -> Any:
-        """Copies the full tensor to every logical device of its replica.
-
-        Args:
-            tensor: A tensor whose dimension `batch_axis` is the batch. For the kinds of tensors,
-                see `split_to_logical_devices`.
-            batch_axis: The dimension that the replicas split, or `None`.
-
-        Returns:
-            The tensor, whole on every logical device; the batch stays split over the replicas.
-
-        Raises:
-            ValueError: If an array outside of compiled code has a batch that is not divisible.
-        """
+    def replicate(self, tensor: Any, batch_axis: int | None = 0) -> Any:
+        """See `TPUStrategy.replicate_to_logical_devices`."""
         if isinstance(tensor, keras.KerasTensor):
             return ReplicateToLogicalDevices(batch_axis)(tensor)
         tensor = jax.numpy.asarray(tensor)
@@ -195,30 +153,17 @@ class LogicalDevices:
             entries[batch_axis] = self.data_axes
         return self._constrain(tensor, entries)
 
-    def assign_to_logical_device(self, target: Any, logical_device_id: int) -> Any:
-        """Lets one logical device of every replica compute a layer or a function.
-
-        Args:
-            target: A layer or model, or a function of arrays; see `keras_tpu_dist.assign`. A
-                `keras.KerasTensor` means the layer that computes it. An array is returned
-                unchanged, because it is already computed.
-            logical_device_id: The logical device, from 0.
-
-        Returns:
-            The layer; a function that computes on that device; or the tensor.
-
-        Raises:
-            ValueError: If there is no such logical device, or `target` cannot be assigned.
-        """
+    def assign(self, target: Any, logical_device_id: int) -> Any:
+        """See `TPUStrategy.assign_to_logical_device`."""
         self._check_logical_device(logical_device_id)
         if isinstance(target, keras.Layer):
-            return assign(target, logical_device_id)
+            return assign_layer(target, logical_device_id)
         if isinstance(target, keras.KerasTensor):
             operation = _keras.producer(target)
             if isinstance(operation, keras.Layer) and not isinstance(
                 operation, keras.layers.InputLayer
             ):
-                assign(operation, logical_device_id)
+                assign_layer(operation, logical_device_id)
                 return target
         elif isinstance(target, (jax.Array, np.ndarray)):
             log_once(
@@ -237,25 +182,11 @@ class LogicalDevices:
         )
 
     @contextlib.contextmanager
-    def logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """A scope that assigns the layers created in it to one logical device.
-
-        Models created in it are not assigned as a whole, but their layers are.
-
-        Args:
-            logical_device_id: The logical device, from 0.
-
-        Raises:
-            ValueError: If there is no such logical device.
-        """
+    def scope(self, logical_device_id: int) -> Iterator[None]:
+        """See `TPUStrategy.logical_device`."""
         self._check_logical_device(logical_device_id)
         with assigning(logical_device_id):
             yield
-
-    experimental_split_to_logical_devices = split_to_logical_devices
-    experimental_replicate_to_logical_devices = replicate_to_logical_devices
-    experimental_assign_to_logical_device = assign_to_logical_device
-    experimental_logical_device = logical_device
 
     def _checked_partition(self, given: Any) -> tuple[int, ...]:
         fix = "Write for example partition_dimensions=[1, 2, 4, 1]."
@@ -270,11 +201,11 @@ class LogicalDevices:
                 )
             )
         partition = tuple(map(int, numbers))
-        if math.prod(partition) != self.num_logical_devices:
+        if math.prod(partition) != self.number:
             raise ValueError(
                 message(
                     "The product of partition_dimensions must be the number of logical devices of "
-                    f"a replica, {self.num_logical_devices}.",
+                    f"a replica, {self.number}.",
                     received={
                         "partition_dimensions": list(partition),
                         "product": math.prod(partition),
@@ -289,7 +220,7 @@ class LogicalDevices:
 
     def _entries(self, partition: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The mesh axes for every dimension: consecutive axes whose sizes multiply to its parts."""
-        left = [name for name in self.logical_axes if self.mesh.shape[name] > 1]
+        left = [name for name in self.axes if self.mesh.shape[name] > 1]
         entries = []
         for parts in partition:
             taken: list[str] = []
@@ -301,7 +232,7 @@ class LogicalDevices:
         return entries
 
     def _inexpressible(self, partition: tuple[int, ...]) -> str:
-        axes = {name: self.mesh.shape[name] for name in self.logical_axes}
+        axes = {name: self.mesh.shape[name] for name in self.axes}
         parts = {f"part_{i}": n for i, n in enumerate(n for n in partition if n > 1)}
         mesh = {**{name: self.mesh.shape[name] for name in self.data_axes}, **parts}
         ours = any(name.startswith(f"{LOGICAL_AXIS}_") for name in axes)
@@ -337,7 +268,7 @@ class LogicalDevices:
         if not taken:
             spec = PartitionSpec(*(names or None for names in entries))
             sharding = NamedSharding(self.mesh, spec)
-        elif taken & set(self.logical_axes):
+        elif taken & set(self.axes):
             log_once(
                 "a tensor within an assigned layer is on one logical device, so it is neither "
                 "split "
@@ -363,16 +294,16 @@ class LogicalDevices:
 
     def _check_logical_device(self, logical_device_id: Any) -> None:
         counted = is_count(logical_device_id, 0)
-        if not counted or logical_device_id >= self.num_logical_devices:
+        if not counted or logical_device_id >= self.number:
             raise ValueError(
                 message(
                     "Logical devices are counted from 0 within their replica.",
                     received={
                         "logical_device_id": logical_device_id,
-                        "num_logical_devices": self.num_logical_devices,
+                        "num_logical_devices": self.number,
                         "mesh": dict(self.mesh.shape),
                     },
-                    fix=f"Use 0 to {self.num_logical_devices - 1}.",
+                    fix=f"Use 0 to {self.number - 1}.",
                 )
             )
 

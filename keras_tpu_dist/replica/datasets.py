@@ -13,7 +13,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_callable, check_counts, is_count, known_words
+from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
@@ -41,7 +41,7 @@ from keras_tpu_dist.replica.values import (
     place_steps,
     stack_structures,
 )
-from keras_tpu_dist.training.protocol import Strategy, StrategyPart
+from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -363,213 +363,126 @@ class DistributedIterator(TensorFlowNames):
         return lambda batches: in_stacks(batches, steps if alike else 1, place, place_many)
 
 
-class DistributedInput(StrategyPart):
-    """The part of `TPUStrategy` that distributes input to replicas."""
-
-    def distribute_dataset(
-        self, dataset: Any, options: RunOptions | None = None, *, batch_size: int | None = None
-    ) -> DistributedDataset:
-        """Splits the global batches of a dataset over the replicas.
-
-        If a batch has B rows, every one of N replicas gets ceil(B / N) consecutive rows, and the
-        last ones fewer, or none, as in `tf.distribute`; for such a batch, pass
-        `RunOptions(dynamic_batch=True)` to `run`. All replicas get whole scalars, and whole
-        elements that the strategy's `batch_axis` declares without a batch.
-
-        With several processes, all of them pass the same dataset, and every process transfers the
-        rows of its own replicas. With `TPUStrategy(input="per_process")` every process passes its
-        own rows (`strategy.input_shard`), as to `fit`. They go to its own replicas, a step uses the
-        next batch of every process, and all iterations end together.
-
-        Args:
-            dataset: An iterable of global batches (structures of arrays): a list, a generator, a
-                `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`; or, with
-                `batch_size`, an array or a structure of arrays, to divide into batches along the
-                strategy's `batch_axis`.
-            options: The `RunOptions` that you pass to `run`: lengths are padded to buckets here,
-                before the transfer.
-            batch_size: The global batch size, if `dataset` is arrays.
-
-        Returns:
-            A `DistributedDataset`; its batches hold a `PerReplica` for every array.
-
-        Raises:
-            ValueError: If arrays come without `batch_size` or batches with it; while iterating, on
-                all processes, if their batches do not fit together.
-            PeerError: While iterating, if not all processes do.
-            TypeError: If `options` is not `RunOptions`.
-
-        Example:
-
-        >>> import jax, numpy as np, keras_tpu_dist as ktd
-        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
-        >>> for x in strategy.distribute_dataset(np.arange(4), batch_size=2):
-        ...     print(strategy.run(lambda x: x * 2, args=(x,)))
-        PerReplica:{
-          0: array([0], dtype=int32),
-          1: array([2], dtype=int32)
-        }
-        PerReplica:{
-          0: array([4], dtype=int32),
-          1: array([6], dtype=int32)
-        }
-        """
-        check_attached(self, "distribute_dataset")
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(
-                message(
-                    "distribute_dataset takes the same options as run.",
-                    received={"options": type(options).__name__},
-                    fix=of_value(options)
-                    or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
-                    "transferred ahead, write TPUStrategy(prefetch=...).",
-                )
+def distribute_dataset(
+    strategy: Strategy, dataset: Any, options: RunOptions | None, batch_size: int | None
+) -> DistributedDataset:
+    """See `TPUStrategy.distribute_dataset`."""
+    check_attached(strategy, "distribute_dataset")
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(
+            message(
+                "distribute_dataset takes the same options as run.",
+                received={"options": type(options).__name__},
+                fix=of_value(options)
+                or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
+                "transferred ahead, write TPUStrategy(prefetch=...).",
             )
-        one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        of_tensorflow = hasattr(dataset, "as_numpy_iterator")
-        if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
-            raise ValueError(
-                message(
-                    "A dataset is an iterable of batches, or arrays with batch_size.",
-                    received={"dataset": dataset},
-                    fix="Pass for example a list of batches, or a tf.data.Dataset.",
-                )
+        )
+    one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    of_tensorflow = hasattr(dataset, "as_numpy_iterator")
+    if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
+        raise ValueError(
+            message(
+                "A dataset is an iterable of batches, or arrays with batch_size.",
+                received={"dataset": dataset},
+                fix="Pass for example a list of batches, or a tf.data.Dataset.",
             )
-        own = self.runner.own_input
-        batches, length = batches_of(dataset, batch_size, self.placer, own)
-        return DistributedDataset(
-            in_step(batches, self.placer, own),
-            lambda batch: self._place_global(batch, options),
-            self.runner.prefetch,
-            agreed_length(length, own),
-            lambda several: self._place_many_global(several, options),
-            batch_size,
-            reads_once(dataset),
         )
+    own = strategy.runner.own_input
+    batches, length = batches_of(dataset, batch_size, strategy.placer, own)
+    return DistributedDataset(
+        in_step(batches, strategy.placer, own),
+        lambda batch: _place_global(strategy, batch, options),
+        strategy.runner.prefetch,
+        agreed_length(length, own),
+        lambda several: _place_many_global(strategy, several, options),
+        batch_size,
+        reads_once(dataset),
+    )
 
-    @known_words
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable]
-    ) -> DistributedDataset:
-        """Distributes a dataset that already has batches for one replica.
 
-        Every step takes one batch for every replica, in order. If the dataset ends within a step,
-        the remaining replicas get no rows.
+def distribute_datasets_from_function(
+    strategy: Strategy, dataset_fn: Callable[[InputContext], Iterable]
+) -> DistributedDataset:
+    """See `TPUStrategy.distribute_datasets_from_function`."""
+    check_callable("distribute_datasets_from_function", dataset_fn=dataset_fn)
+    check_attached(strategy, "distribute_datasets_from_function")
+    own, number = strategy.runner.own_input, strategy.num_replicas_in_sync
+    context = InputContext(num_replicas_in_sync=number)
+    if own is not None:
+        shard = own.shards.shard
+        context = InputContext(shard.count, shard.index, number)
+        # Here, every replica has its own arrays without a batch axis.
+        own = OwnInput(own.shards, strategy.placer.axes, alike=False)
+    dataset = dataset_fn(context)
+    batches, length = batches_of(dataset, None, strategy.placer)
+    each = number // context.num_input_pipelines
+    together = in_step(batches, strategy.placer, own)
+    return DistributedDataset(
+        lambda: in_groups(together(), each),
+        lambda parts: place_parts(parts, strategy),
+        strategy.runner.prefetch,
+        agreed_length(None if length is None else -(-length // each), own),
+        lambda several: place_parts_of_steps(several, strategy),
+        reads_once=reads_once(dataset),
+    )
 
-        With several processes, all of them call the function. By default there is one input
-        pipeline, which all of them read. With `TPUStrategy(input="per_process")` there is one for
-        every input shard, whose batches go to the replicas of its processes. If your function
-        splits its data by the context's `input_pipeline_id` of `num_input_pipelines`, it is right
-        in both cases.
 
-        Args:
-            dataset_fn: A function of an `InputContext` that returns an iterable of batches of one
-                replica's size (`context.get_per_replica_batch_size(global_batch_size)`).
+def distribute_values_from_function(
+    strategy: Strategy, value_fn: Callable[[ValueContext], Any]
+) -> Any:
+    """See `TPUStrategy.distribute_values_from_function`."""
+    check_callable("distribute_values_from_function", value_fn=value_fn)
+    check_attached(strategy, "distribute_values_from_function")
+    number = strategy.num_replicas_in_sync
+    made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(strategy)}
+    return stack_structures(made, strategy, "value_fn")
 
-        Returns:
-            A `DistributedDataset`.
-        """
-        check_callable("distribute_datasets_from_function", dataset_fn=dataset_fn)
-        check_attached(self, "distribute_datasets_from_function")
-        own, number = self.runner.own_input, self.num_replicas_in_sync
-        context = InputContext(num_replicas_in_sync=number)
-        if own is not None:
-            shard = own.shards.shard
-            context = InputContext(shard.count, shard.index, number)
-            # Here, every replica has its own arrays without a batch axis.
-            own = OwnInput(own.shards, self.placer.axes, alike=False)
-        dataset = dataset_fn(context)
-        batches, length = batches_of(dataset, None, self.placer)
-        each = number // context.num_input_pipelines
-        together = in_step(batches, self.placer, own)
-        return DistributedDataset(
-            lambda: in_groups(together(), each),
-            lambda parts: place_parts(parts, self),
-            self.runner.prefetch,
-            agreed_length(None if length is None else -(-length // each), own),
-            lambda several: place_parts_of_steps(several, self),
-            reads_once=reads_once(dataset),
-        )
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Creates per-replica values by a function that is called once for every replica.
+def _place_global(strategy: Strategy, batch: Any, options: RunOptions | None) -> Any:
+    padded: list[tuple[int, int] | None] | None = None
+    if options is not None and options.buckets is not None:
+        host = batch.batch if isinstance(batch, ShardBatch) else batch
+        host, padded = _bucketed(host, options)
+        batch = replace(batch, batch=host) if isinstance(batch, ShardBatch) else host
+    placed = strategy.placer.place(batch)
+    leaves, treedef = flatten(placed.data)
+    number = strategy.num_replicas_in_sync
+    spread = []
+    for array, slot, length in zip(
+        leaves, placed.slots, padded or [None] * len(leaves), strict=True
+    ):
+        if slot.axis is None or not array.ndim:
+            spread.append(array)
+            continue
+        if length is not None:
+            check_no_rows(length[0], slot.axis, array.shape)
+        sizes = {} if length is None else {length[0]: (length[1],) * number}
+        spread.append(_of_slot(strategy, array, slot, sizes))
+    return jax.tree.unflatten(treedef, spread)
 
-        With several processes, every process calls it for its own replicas, in the order of their
-        numbers.
 
-        Args:
-            value_fn: A function of a `ValueContext` that returns a number, an array or a structure
-                of them.
+def _place_many_global(strategy: Strategy, batches: list, options: RunOptions | None) -> Any:
+    if options is not None and options.buckets is not None:
+        return None  # their lengths may differ
+    placed = strategy.placer.place_many(batches)
+    if placed is None:
+        return None
+    leaves, treedef = flatten(placed.data)
+    stacks = []
+    for array, slot in zip(leaves, placed.slots, strict=True):
+        whole = slot.axis is None or array.ndim == 1
+        form = None if whole else functools.partial(_of_slot, strategy, slot=slot)
+        stacks.append(Steps(array, form))
+    return jax.tree.unflatten(treedef, stacks)
 
-        Returns:
-            The structure, with a `PerReplica` instead of every array.
 
-        Raises:
-            ValueError: If the values are not numbers or do not fit together.
-            PeerError: If not all processes call it.
-
-        Example:
-
-        >>> import jax, keras_tpu_dist as ktd
-        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
-        >>> strategy.distribute_values_from_function(lambda context: context.num_replicas_in_sync)
-        PerReplica:{
-          0: array(2, dtype=int32),
-          1: array(2, dtype=int32)
-        }
-        """
-        check_callable("distribute_values_from_function", value_fn=value_fn)
-        check_attached(self, "distribute_values_from_function")
-        number = self.num_replicas_in_sync
-        made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(self)}
-        return stack_structures(made, self, "value_fn")
-
-    def _place_global(self, batch: Any, options: RunOptions | None) -> Any:
-        padded: list[tuple[int, int] | None] | None = None
-        if options is not None and options.buckets is not None:
-            host = batch.batch if isinstance(batch, ShardBatch) else batch
-            host, padded = _bucketed(host, options)
-            batch = replace(batch, batch=host) if isinstance(batch, ShardBatch) else host
-        placed = self.placer.place(batch)
-        leaves, treedef = flatten(placed.data)
-        number = self.num_replicas_in_sync
-        spread = []
-        for array, slot, length in zip(
-            leaves, placed.slots, padded or [None] * len(leaves), strict=True
-        ):
-            if slot.axis is None or not array.ndim:
-                spread.append(array)
-                continue
-            if length is not None:
-                check_no_rows(length[0], slot.axis, array.shape)
-            sizes = {} if length is None else {length[0]: (length[1],) * number}
-            spread.append(self._of_slot(array, slot, sizes))
-        return jax.tree.unflatten(treedef, spread)
-
-    def _place_many_global(self, batches: list, options: RunOptions | None) -> Any:
-        if options is not None and options.buckets is not None:
-            return None  # their lengths may differ
-        placed = self.placer.place_many(batches)
-        if placed is None:
-            return None
-        leaves, treedef = flatten(placed.data)
-        stacks = []
-        for array, slot in zip(leaves, placed.slots, strict=True):
-            whole = slot.axis is None or array.ndim == 1
-            form = None if whole else functools.partial(self._of_slot, slot=slot)
-            stacks.append(Steps(array, form))
-        return jax.tree.unflatten(treedef, stacks)
-
-    def _of_slot(self, array: Any, slot: Slot, sizes: dict | None = None) -> PerReplica:
-        sizes = dict(sizes or {})
-        if slot.rows is not None and slot.axis is not None:
-            rows = _rows_of_each(slot.rows, self.num_replicas_in_sync)
-            sizes[slot.axis] = slot.filled or rows
-        return PerReplica(array, self, axis=slot.axis or 0, sizes=sizes)
-
-    experimental_distribute_dataset = distribute_dataset
-    experimental_distribute_datasets_from_function = distribute_datasets_from_function
-    experimental_distribute_values_from_function = distribute_values_from_function
+def _of_slot(strategy: Strategy, array: Any, slot: Slot, sizes: dict | None = None) -> PerReplica:
+    sizes = dict(sizes or {})
+    if slot.rows is not None and slot.axis is not None:
+        rows = _rows_of_each(slot.rows, strategy.num_replicas_in_sync)
+        sizes[slot.axis] = slot.filled or rows
+    return PerReplica(array, strategy, axis=slot.axis or 0, sizes=sizes)
 
 
 def _rows_of_each(rows: int, number: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The methods of `TPUStrategy` for custom loops: run, loop, local_results, reduce, gather."""
+"""Custom loops: what `TPUStrategy` does in run, loop, local_results, reduce and gather."""
 
 import functools
 import inspect
@@ -25,7 +25,6 @@ from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
 from keras_tpu_dist.replica.datasets import (
     DistributedDataset,
-    DistributedInput,
     DistributedIterator,
     check_attached,
 )
@@ -59,100 +58,28 @@ _FUNCTIONS_OF_ONE_CODE = 3
 _NOTHING_VARIES = RunOptions()
 
 
-class ReplicaCode(DistributedInput):
-    """The part of `TPUStrategy` that runs custom code once per replica."""
+class ReplicaCode:
+    """The programs of one strategy's `run` and `loop`, cached by function."""
+
+    def __init__(self):
+        self._programs: Any = weakref.WeakKeyDictionary()
+        self._functions_of_code: Any = weakref.WeakKeyDictionary()
+        self._buffers = ReplicaBuffers()
 
     def run(
         self,
+        strategy: Strategy,
         fn: Callable,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: RunOptions | None = None,
-        *,
-        steps: int = 1,
-        outputs: str = "last",
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        options: RunOptions | None,
+        steps: int,
+        outputs: str,
     ) -> Any:
-        """Runs a function once per replica, as one compiled program.
-
-        Every replica gets its own part of per-replica arguments (from `distribute_dataset`,
-        `distribute_values_from_function` or an earlier `run`), and all other arrays and numbers
-        whole. `True`, strings and other objects are constants of the program. Within the function,
-        `get_replica_context()` has the replica's number and the collectives.
-
-        With `steps=N` the function runs N times in one launch. If an argument is an iterator over a
-        distributed dataset, the steps use its next N batches; otherwise they use the same
-        arguments. Variables, seeds and metrics go from step to step, so the results are those of N
-        calls. Batches are transferred together, and the next N while the devices work. If fewer
-        batches are left, or they differ in shape, they are launched one by one, as are those with
-        `RunOptions(buckets=...)`. `strategy.loop` does the same for a whole dataset.
-
-        The function can read and update Keras variables, layers, models, optimizers and metrics
-        from its closure or its arguments. An update is combined by the variable's `aggregation`:
-        `"mean"`, `"sum"`, `"only_first_replica"`. With `"none"`, Keras's default, an update that is
-        the same on all replicas is assigned as it is, a floating-point update that differs (moving
-        statistics) is averaged, and it is an error if a trainable weight would differ: reduce the
-        gradients first. Metrics (`synchronization="on_read"`) have a separate value on every
-        replica, which are combined when you read them outside. Seed generators draw different
-        numbers on every replica and advance once a step. If anything raises before the program is
-        launched, no variable is assigned. The strategy's `donate_state` decides, as in `fit`,
-        whether a launch overwrites updated variables, or keeps the old values and needs memory for
-        both. Arrays that you keep, such as `variable.value`, are never overwritten. Within the
-        function a variable is not split over the data axes, even under "fsdp"; splits over other
-        axes remain.
-
-        The function is traced at its first call and for new shapes, and not called again, so pass
-        the same function object every time. A lambda written in the loop is a new function every
-        time, and is traced and compiled again, with a warning.
-
-        If the mesh spans several processes, all of them call `run` with the same function and the
-        same arguments; pass values that differ as per-replica values. This is checked at the first
-        call of every program, as are the values of the variables.
-
-        Args:
-            fn: The function. It returns arrays, numbers, `None` or a structure of them.
-            args: Its positional arguments: arrays, `keras.Variable`s, structures of them, and
-                constants; or an iterator over a distributed dataset, which every step replaces by
-                the next batch.
-            kwargs: Its keyword arguments.
-            options: `RunOptions` for inputs of varying sizes.
-            steps: The number of steps in the launch; fewer if the iterator has fewer batches left.
-            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the steps
-                along a new first dimension of every replica's values.
-
-        Returns:
-            The structure that `fn` returned, with a `PerReplica` instead of every array.
-
-        Raises:
-            ValueError: If `fn` returns something else, a per-replica argument belongs to another
-                strategy or is uneven, or an update cannot be combined; on all processes, if their
-                arguments or variables differ; if `outputs="all"` and steps have results of
-                different shapes.
-            StopIteration: If the iterator among the arguments has no batch left.
-            PeerError: If other processes run something else.
-            RuntimeError: Inside another `run`.
-            TypeError: If an argument has the wrong type.
-            NotImplementedError: If `fn` calls `merge_call`.
-
-        Example:
-
-        >>> import jax, keras_tpu_dist as ktd
-        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
-        >>> strategy.run(lambda x: x * 2.0, args=(3.0,))
-        PerReplica:{
-          0: array(6., dtype=float32),
-          1: array(6., dtype=float32)
-        }
-        >>> import numpy as np
-        >>> batches = iter(strategy.distribute_dataset(np.arange(6), batch_size=2))
-        >>> strategy.run(lambda x: x[0], args=(batches,), steps=2, outputs="all")
-        PerReplica:{
-          0: array([0, 2], dtype=int32),
-          1: array([1, 3], dtype=int32)
-        }
-        """
-        self._check_run(fn, args, kwargs, options)
+        """See `TPUStrategy.run`."""
+        self._check_run(strategy, fn, args, kwargs, options)
         check_steps("run", outputs, steps=steps)
-        launch, every = self._launch_of(fn, options), outputs == "all"
+        launch, every = self._launch_of(strategy, fn, options), outputs == "all"
         iterator = iterator_among(args, kwargs or {})
         if iterator is not None:
             alike = alike_under(options)
@@ -162,60 +89,19 @@ class ReplicaCode(DistributedInput):
 
     def loop(
         self,
+        strategy: Strategy,
         fn: Callable,
         dataset: DistributedDataset | DistributedIterator,
-        steps_per_launch: int = 32,
-        *,
-        args: Sequence[Any] = (),
-        options: RunOptions | None = None,
-        outputs: str = "last",
+        steps_per_launch: int,
+        args: Sequence[Any],
+        options: RunOptions | None,
+        outputs: str,
     ) -> Launches:
-        """Runs a function for every batch of a dataset, many in one launch.
-
-        It is `strategy.run(fn, (batch, *args))` for one batch after the other, with the same
-        numbers, at the speed of `fit` with `steps_per_execution`. `steps_per_launch` batches of one
-        shape are one program with a loop on the devices, while the next ones are read and
-        transferred. Remaining batches at the end, and batches of another shape, are launched one by
-        one.
-
-        Steps run while you iterate, so between two launches you can print, save, evaluate or leave
-        the loop. You can use `keras.utils.Progbar` and Keras's callbacks there.
-
-        Args:
-            fn: The function of a batch. See `run`.
-            dataset: The result of `distribute_dataset` or `distribute_datasets_from_function`, or
-                an iterator over it, which continues.
-            steps_per_launch: The number of steps in a launch.
-            args: More arguments after the batch, the same in all steps.
-            options: `RunOptions` for batches of varying sizes.
-            outputs: Which results to return: `"last"`, those of a launch's last step; or `"all"`,
-                with the steps along a new first dimension of every replica's values.
-
-        Returns:
-            An iterator. It runs the next launch, and yields the number of steps so far and the
-            results: the structure that `fn` returned, with a `PerReplica` for every array.
-
-        Raises:
-            ValueError: If `run` raises it.
-            TypeError: If `dataset` is neither, or an argument has the wrong type.
-
-        Example:
-
-        >>> import jax, numpy as np, keras_tpu_dist as ktd
-        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
-        >>> dataset = strategy.distribute_dataset(np.arange(10.0), batch_size=2)
-        >>> def step(x):
-        ...     return ktd.get_replica_context().all_reduce("sum", x[0])
-        >>> for step, sums in strategy.loop(step, dataset, steps_per_launch=2, outputs="all"):
-        ...     print(step, strategy.local_results(sums)[0])
-        2 [1. 5.]
-        4 [ 9. 13.]
-        5 [17.]
-        """
-        self._check_run(fn, args, None, options)
+        """See `TPUStrategy.loop`."""
+        self._check_run(strategy, fn, args, None, options)
         check_steps("loop", outputs, steps_per_launch=steps_per_launch)
         return Launches(
-            self._launch_of(fn, options),
+            self._launch_of(strategy, fn, options),
             iterator_over(dataset),
             steps_per_launch,
             tuple(args),
@@ -223,113 +109,25 @@ class ReplicaCode(DistributedInput):
             every=outputs == "all",
         )
 
-    def local_results(self, value: Any) -> tuple:
-        """The values of all replicas of this process.
-
-        With several processes, every process gets the values of its own replicas, as in
-        `tf.distribute`: of the replicas that have a device there (`PerReplica.replica_ids`). A
-        replica that spans processes is in all of them. The values are local arrays of this process.
-
-        Args:
-            value: A result of `run` or a batch of a distributed dataset: a `PerReplica` or a
-                structure with some; or an `"on_read"` variable, for the separate values of the
-                replicas.
-
-        Returns:
-            A tuple with one structure per replica; `(value,)` for anything without a `PerReplica`.
-
-        Raises:
-            ValueError: If a value belongs to another strategy.
-        """
-        if isinstance(value, keras.Variable) and is_own(value):
-            (copies,) = copies_of([value], self)
-            value = values.PerReplica(copies, self, stacked=True)
-        return values.local_results(value, self)
-
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Combines values over replicas, and optionally over a dimension of the values.
-
-        Args:
-            reduce_op: `"sum"`, `"mean"`, `"max"`, `"min"`, in any case, or an enum with such names.
-            value: A `PerReplica` or a structure of them. The mean, maximum and minimum of a value
-                that all replicas share is the value itself.
-            axis: The dimension of the replicas' values, or several, to reduce as well, usually 0,
-                the batch; `None`: only over replicas. A mean over uneven batches counts rows, not
-                replicas.
-
-        A sum of integers or of `bool` has at least 32 bits, their mean is a floating-point number,
-        everything else keeps its dtype; numbers with fewer than 32 bits are added up in float32.
-        `all_reduce` of the replica context does the same.
-
-        Returns:
-            Arrays, the same on all devices and in all processes. All processes must call it.
-
-        Raises:
-            ValueError: For a sum of a value that all replicas share; for values of different sizes
-                without the axis in which they differ; for the maximum or minimum of no values or of
-                complex numbers; if a value belongs to another strategy.
-        """
-        self._check_outside("reduce", "get_replica_context().all_reduce")
-        return _reduce(reduce_op, value, axis, self)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins values of all replicas along a dimension.
-
-        Args:
-            value: A `PerReplica` or a structure of them; others are returned as they are.
-            axis: The dimension.
-
-        Returns:
-            Arrays, the same on all devices and in all processes. All processes must call it.
-
-        Raises:
-            ValueError: If a value is a scalar or lacks the dimension, or values differ in another
-                dimension, or belong to another strategy.
-        """
-        if not is_count(axis):
-            raise ValueError(
-                message(
-                    "Values are gathered along a dimension.",
-                    received={"axis": axis},
-                    fix="Write for example axis=0.",
-                )
-            )
-        self._check_outside("gather", "get_replica_context().all_gather")
-        return _gather(value, axis, self)
-
-    experimental_local_results = local_results
-
-    def _launch_of(self, fn: Callable, options: RunOptions | None) -> Launch:
+    def _launch_of(self, strategy: Strategy, fn: Callable, options: RunOptions | None) -> Launch:
         """Runs the function with arguments and a number of steps; returns the last results or
         all."""
         fn = _without_jit(fn)
 
         def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
-            with membership.Scope(self):
-                call = prepare(args, kwargs, options or _NOTHING_VARIES, self)
+            with membership.Scope(strategy):
+                call = prepare(args, kwargs, options or _NOTHING_VARIES, strategy)
                 programs, key = self._programs_of(fn), call.key
                 # One for every way in which layers were frozen, as when two networks take turns.
                 known = programs.get(key, ())
                 for program in known:
                     if program.serves:
                         return program.launch(call, steps, every)
-                program = ReplicaProgram(_weakly(fn), call, self, self._buffers)
+                program = ReplicaProgram(_weakly(fn), call, strategy, self._buffers)
                 programs[key] = [program, *(each for each in known if not each.outdated)]
                 return program.launch(call, steps, every)
 
         return launch
-
-    @functools.cached_property
-    def _programs(self) -> Any:
-        return weakref.WeakKeyDictionary()
-
-    @functools.cached_property
-    def _buffers(self) -> ReplicaBuffers:
-        return ReplicaBuffers()
-
-    @functools.cached_property
-    def _functions_of_code(self) -> Any:
-        return weakref.WeakKeyDictionary()
 
     def _programs_of(self, fn) -> dict:
         # A bound method is a new object at every access, so its programs belong to its owner.
@@ -366,10 +164,10 @@ class ReplicaCode(DistributedInput):
                 count,
             )
 
-    def _check_run(self, fn, args, kwargs, options) -> None:
-        self._check_outside("run", "the function directly")
+    def _check_run(self, strategy, fn, args, kwargs, options) -> None:
+        _check_outside("run", "the function directly")
         if not self._programs:
-            check_attached(self, "run")
+            check_attached(strategy, "run")
         if not callable(fn):
             raise TypeError(
                 _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
@@ -382,15 +180,45 @@ class ReplicaCode(DistributedInput):
             fix = of_value(options) or "Write for example keras_tpu_dist.RunOptions(...)."
             raise TypeError(_wrong("options", options, "a RunOptions", fix))
 
-    def _check_outside(self, name: str, inside: str) -> None:
-        if in_replica_context():
-            raise RuntimeError(
-                message(
-                    f"strategy.{name} is for code outside of strategy.run.",
-                    received=f"strategy.{name} inside a function run by strategy.run.",
-                    fix=f"There, call {inside}.",
-                )
+
+def local_results(strategy: Strategy, value: Any) -> tuple:
+    """See `TPUStrategy.local_results`."""
+    if isinstance(value, keras.Variable) and is_own(value):
+        (copies,) = copies_of([value], strategy)
+        value = values.PerReplica(copies, strategy, stacked=True)
+    return values.local_results(value, strategy)
+
+
+def reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """See `TPUStrategy.reduce`."""
+    _check_outside("reduce", "get_replica_context().all_reduce")
+    op = checked_reduction(reduce_op)
+    return jax.tree.map(lambda leaf: _reduce_leaf(op, leaf, axis, strategy), value)
+
+
+def gather(strategy: Strategy, value: Any, axis: int) -> Any:
+    """See `TPUStrategy.gather`."""
+    if not is_count(axis):
+        raise ValueError(
+            message(
+                "Values are gathered along a dimension.",
+                received={"axis": axis},
+                fix="Write for example axis=0.",
             )
+        )
+    _check_outside("gather", "get_replica_context().all_gather")
+    return jax.tree.map(lambda leaf: _gather_leaf(leaf, axis, strategy), value)
+
+
+def _check_outside(name: str, inside: str) -> None:
+    if in_replica_context():
+        raise RuntimeError(
+            message(
+                f"strategy.{name} is for code outside of strategy.run.",
+                received=f"strategy.{name} inside a function run by strategy.run.",
+                fix=f"There, call {inside}.",
+            )
+        )
 
 
 def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
@@ -409,39 +237,6 @@ def _without_jit(fn):
     """The function without its `jax.jit`: the program is compiled as a whole."""
     jitted = hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__")
     return fn.__wrapped__ if jitted else fn
-
-
-def _reduce(op: Any, value: Any, axis: Any, strategy: Strategy) -> Any:
-    """Combines values over replicas; see `TPUStrategy.reduce`.
-
-    Args:
-        op: The reduction, as `checked_reduction` takes it.
-        value: A `PerReplica`, a value that all replicas share, or a structure of those.
-        axis: The dimension of the replicas' values, or several, to reduce as well, or `None`.
-        strategy: The strategy of the values.
-
-    Raises:
-        ValueError: For an unknown reduction or a missing dimension; for a sum of a value that all
-            replicas share; for values of different sizes without the axis in which they differ; if
-            a value belongs to another strategy.
-    """
-    op = checked_reduction(op)
-    return jax.tree.map(lambda leaf: _reduce_leaf(op, leaf, axis, strategy), value)
-
-
-def _gather(value: Any, axis: int, strategy: Strategy) -> Any:
-    """Joins values of replicas; see `TPUStrategy.gather`.
-
-    Args:
-        value: A `PerReplica` or a structure of them; other leaves are returned as they are.
-        axis: The dimension of the replicas' values along which to join.
-        strategy: The strategy of the values.
-
-    Raises:
-        ValueError: If a value is a scalar or lacks the dimension, or values differ in another
-            dimension, or belong to another strategy.
-    """
-    return jax.tree.map(lambda leaf: _gather_leaf(leaf, axis, strategy), value)
 
 
 def _reduce_leaf(op: str, value, axis, strategy):

@@ -76,14 +76,17 @@ class Strategy(Protocol):
         layouts: Decides the layouts of variables and outputs.
         placer: Transfers batches to the mesh.
         remat: Which layers are recomputed in the backward pass.
-        runner: Runs models.
     """
 
     options: Options
     layouts: Layouts
     remat: LayerPolicies
     placer: BatchPlacer
-    runner: ModelRunner
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Runs models."""
+        ...
 
     @property
     def mesh(self) -> Mesh:
@@ -130,7 +133,3 @@ class Strategy(Protocol):
         See `keras_tpu_dist.TPUStrategy.lint`.
         """
         ...
-
-
-# The interface that base classes of `TPUStrategy` rely on: for type checkers, absent at run time.
-StrategyPart = Strategy if TYPE_CHECKING else object

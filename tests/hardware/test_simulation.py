@@ -86,6 +86,18 @@ def test_import_starts_no_backend_and_no_optional_package():
     assert "orbax" not in done.stdout
 
 
+def test_a_fit_imports_no_tool():
+    done = _python(
+        "import sys, keras_tpu_dist as ktd, keras, numpy as np; ktd.simulate(2);"
+        "strategy = ktd.TPUStrategy(); strategy.scope().__enter__();"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]);"
+        "model.compile('sgd', 'mse'); x = np.ones((3, 2));"
+        "model.fit(x, x[:, :1], verbose=0, callbacks=[ktd.callbacks.Rates()]);"
+        "print([name for name in sys.modules if name.startswith('keras_tpu_dist.tools')])"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 @pytest.mark.slow
 def test_what_a_fit_does_not_need_is_loaded_when_asked_for():
     done = _python(

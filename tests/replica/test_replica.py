@@ -330,10 +330,10 @@ def test_programs_live_as_long_as_their_function(two):
         return x
 
     two.run(step, (1,))
-    assert len(two._programs) == 1
+    assert len(two.replica_code._programs) == 1
     del step
     gc.collect()
-    assert len(two._programs) == 0
+    assert len(two.replica_code._programs) == 0
 
 
 def test_a_lambda_in_the_loop_is_warned_of_once(two, caplog):

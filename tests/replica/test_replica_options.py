@@ -118,7 +118,7 @@ def test_lengths_1_to_100_compile_at_most_7_programs(two):
                 k: v.shape for k, v in expected.items()
             }
             assert_close({k: result[k] for k in expected}, expected)
-    (programs,) = [by_name[None] for by_name in two._programs.values()]
+    (programs,) = [by_name[None] for by_name in two.replica_code._programs.values()]
     assert len(programs) == 7
     assert {shape[1] for shape in traced} == {2, 4, 8, 16, 32, 64, 128, 256}  # 256: shapes only
     # Besides the seven nothing is compiled, whatever the length (cutting happens on the host).

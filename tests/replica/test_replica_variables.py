@@ -458,7 +458,7 @@ def test_a_step_is_one_all_reduce(four):
 
     (batch,) = four.distribute_dataset([np.ones((8, 6), "float32")])
     four.run(step, (batch,))
-    (((program,),),) = (by_name[None].values() for by_name in four._programs.values())
+    (((program,),),) = (by_name[None].values() for by_name in four.replica_code._programs.values())
     call = prepare((batch,), {}, ktd.RunOptions(), four)
     run, arguments = program.with_arguments(call)
     text = run.lower(*arguments).compile().as_text()
