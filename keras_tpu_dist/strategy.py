@@ -967,7 +967,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
     ) -> "Check":
         """Checks whether the devices compute correct results, and how fast they are.
 
-        It compares products, collectives, random numbers, kernels and known errors of XLA with
+        It compares products, collectives, random numbers and launches of small models with
         references. If you pass a model, it also compares a training step on all devices with the
         step on one device. With several processes, call it in all of them. Parts that do not fit
         into the time limit are left out, and listed. If you have set a `floatx` other than float32,

@@ -54,7 +54,7 @@ class TpuFault:
         return self.first <= version and (self.mended is None or version < self.mended)
 
 
-# docs/versions.md has a row for every one; `tests/replay/test_faults.py` runs their programs.
+# docs/versions.md has a row for every one; `tests/replay/test_verify.py` runs their programs.
 TPU_FAULTS = (
     TpuFault(
         "openxla/xla 49143",

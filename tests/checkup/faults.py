@@ -196,25 +196,6 @@ class SlowLink(Slow):
         return found
 
 
-@dataclass
-class LosesErrors(Faulty):
-    """A device whose launches end as if nothing had failed.
-
-    Args:
-        device: Its number.
-    """
-
-    device: int = 0
-
-    def run(self, job, program, *args):
-        try:
-            return Launcher.run(self, job, program, *args)
-        except Exception:
-            if self.strikes(job) and args[0].device.id == self.device:
-                return args
-            raise
-
-
 class Never:
     """An array that never comes."""
 

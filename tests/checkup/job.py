@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+from functools import partial
 
 import jax
 import keras
@@ -15,6 +16,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.checkup import run
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Launcher
+from keras_tpu_dist.tools.checkup.programs import MODELS, programs
 
 PARTS = ("products", "collectives", "random numbers", "step")
 
@@ -38,8 +40,9 @@ class RaisesInOne(Launcher):
 
 def main(folder):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
-    todo = run.steps(built(strategy, 0), Given())
-    more = (*PARTS, "async dispatch", "errors", "matrix units", "links", "step time")
+    small = run.Planned("programs", "right", partial(programs, models=MODELS[-1:]), 0.0)
+    todo = [s for s in run.steps(built(strategy, 0), Given()) if s.name != small.name] + [small]
+    more = (*PARTS, small.name, "matrix units", "links", "step time")
     right = run.run_check(strategy, todo, 60.0, None, more)
     device = jax.devices()[-2].id
     faulty = run.run_check(strategy, todo, 60.0, FlipsABit(device=device), PARTS)

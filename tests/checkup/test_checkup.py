@@ -19,7 +19,6 @@ from checkup.faults import (
     DropsItsBatch,
     FlipsABit,
     Hangs,
-    LosesErrors,
     RoundsOperands,
     Slow,
     SlowLink,
@@ -28,13 +27,14 @@ from checkup.faults import (
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.programs.partitioner.table import FAULTS
-from keras_tpu_dist.tools.checkup import bench, bounds, products, run
+from keras_tpu_dist.hardware import versions
+from keras_tpu_dist.tools.checkup import bounds, products, run
+from keras_tpu_dist.tools.checkup import programs as checkup_programs
 from keras_tpu_dist.tools.checkup.aside import aside, in_float32
 from keras_tpu_dist.tools.checkup.batch import Given
-from keras_tpu_dist.tools.checkup.bench import Job, Launcher, odd_ones
+from keras_tpu_dist.tools.checkup.bench import Bench, Job, Launcher, odd_ones
 from keras_tpu_dist.tools.checkup.collectives import MOVES, SUMS
-from keras_tpu_dist.tools.checkup.repairs import programs
+from keras_tpu_dist.tools.checkup.programs import MODELS, programs
 
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
 
@@ -62,20 +62,25 @@ def classifier():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_right_devices_are_right(mesh):
-    check = checked(mesh, "products", "collectives", "random numbers", "partitioner")
+    check = checked(mesh, "products", "collectives", "random numbers")
     assert check.ok, str(check)
     assert not check.left_out
-    assert [part.name for part in check.parts] == [
-        *("products", "collectives", "random numbers", "partitioner")
-    ]
+    names = [part.name for part in check.parts]
+    assert names == ["products", "collectives", "random numbers"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_kernels_are_right(mesh):
-    check = checked(mesh, "recurrent", "attention")
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [*zip(MESHES, (None, "tensor_parallel", "auto"))], ids=str
+)
+def test_launches_of_small_models_are_right(mesh, layout):
+    numbers = np.random.get_state()[1].copy()
+    check = checked(mesh, "programs", layout=layout)
     assert check.ok, str(check)
     assert not check.left_out
+    words = "convolutions, recurrent layers, attention, counts of ids: the same as on one device"
+    assert words in check.part("programs").words
+    assert np.array_equal(numbers, np.random.get_state()[1])
 
 
 @pytest.mark.slow
@@ -85,7 +90,7 @@ def test_a_program_s_own_precision_is_no_problem(policy, floatx):
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(policy)
     try:
-        check = checked({"data": 4, "model": 2}, "training", "recurrent", "attention")
+        check = checked({"data": 4, "model": 2}, "programs")
         assert check.ok, str(check)
         assert (keras.config.dtype_policy().name, keras.config.floatx()) == (policy, floatx)
     finally:
@@ -253,17 +258,29 @@ def test_a_flipped_bit_in_what_is_drawn():
     assert {p.devices for p in check.problems} == {(1,)}
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_in_kernels_and_repairs():
-    check = checked(
-        {"data": 4, "model": 2},
-        *("recurrent", "attention", "partitioner"),
-        launches=FlipsABit(device=4),
-    )
-    for name in ("recurrent", "attention", "partitioner"):
-        part = check.part(name)
-        assert part.problems, name
-        assert all(4 in p.devices for p in part.problems), [str(p) for p in part.problems]
+def counting(launches=None):
+    """The part of the check with the smallest of its models."""
+    step = run.Planned("programs", "right", functools.partial(programs, models=MODELS[-1:]), 0.0)
+    return run.run_check(ktd.TPUStrategy({"data": 4, "model": 2}), [step], 30.0, launches)
+
+
+def test_a_device_that_corrupts_a_launch_of_several_steps_is_named():
+    check = counting()
+    assert check.ok, str(check)
+    assert "4 steps a launch, uneven batches: counts of ids: the same" in check.parts[0].words
+    (problem,) = counting(FlipsABit(kinds=("step",), device=4)).problems
+    assert problem.devices == (4,)
+    assert problem.what.startswith("counts of ids: device 4: after the step, the copy of ")
+
+
+def test_faults_of_the_compiler_that_nothing_avoids_are_problems(monkeypatch):
+    avoided, *others = versions.TPU_FAULTS
+    monkeypatch.setattr(checkup_programs, "tpu_faults", lambda version: (avoided, others[0]))
+    monkeypatch.setattr(Bench, "platform", "tpu")
+    small = [lambda kernels: MODELS[-1](False)]
+    (problem,) = programs(Bench(ktd.TPUStrategy(), Launcher(), 30.0), small).problems
+    assert others[0].what in problem.what
+    assert "pip install --upgrade 'jax[tpu]'" in problem.fix
 
 
 def test_a_launch_that_hangs_ends_the_check():
@@ -272,61 +289,6 @@ def test_a_launch_that_hangs_ends_the_check():
     (problem,) = check.problems
     assert problem.what == "all-gather over 'model' in int32 did not finish within 0 s"
     assert "collectives hangs" in check.part("random numbers").left_out
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_errors_in_a_launch_are_reported_and_devices_go_on(mesh, capfd):
-    check = checked(mesh, "errors", "random numbers")
-    assert check.ok, str(check)
-    words = check.part("errors").words
-    assert words == (
-        "a NaN under jax_debug_nans and an exception of a callback: each is raised, and every "
-        "device works afterwards"
-    )
-    # JAX prints and logs a traceback of each.
-    printed = capfd.readouterr()
-    assert "nan" not in printed.out
-    assert "Traceback" not in printed.err
-
-
-@pytest.mark.parametrize("kind", ["callback", "nan"])
-def test_an_error_that_is_lost(kind):
-    faulty = LosesErrors(kinds=(kind,), device=5)
-    (problem,) = checked({"data": 4, "model": 2}, "errors", launches=faulty).problems
-    assert problem.devices == (5,)
-    named = {"callback": "an exception of a callback", "nan": "a NaN under jax_debug_nans"}[kind]
-    assert problem.what == f"device 5: {named} in a launch raised no error in the program"
-
-
-def test_a_device_that_an_error_spoils():
-    faulty = FlipsABit(kinds=("after an error",), device=2)
-    problems = checked({"data": 8}, "errors", launches=faulty).problems
-    assert [p.devices for p in problems] == [(2,), (2,)]
-    assert "the results of the next launch differ from the host's" in problems[0].what
-
-
-def test_no_callback_raises_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(bench.Bench, "platform", "tpu")
-    part = checked({"data": 8}, "errors").part("errors")
-    assert part.ok
-    assert "a callback:" not in part.words
-    assert part.words.endswith("a callback that raises is not tried on a TPU, because it may hang")
-
-
-def test_an_error_is_a_problem_and_the_rest_runs():
-    class Raises(Launcher):
-        def run(self, job, program, *args):
-            if job.kind == "product":
-                raise RuntimeError("INTERNAL: the chip is on fire\nat line 3")
-            return super().run(job, program, *args)
-
-    check = checked({"data": 8}, "products", "random numbers", launches=Raises())
-    (problem,) = check.problems
-    assert problem.what == "RuntimeError: INTERNAL: the chip is on fire"
-    assert check.part("random numbers").ok
-
-
-# --- a step of the user's model ------------------------------------------------------------------
 
 
 def state_of(model):
@@ -485,28 +447,6 @@ def test_a_slow_link_is_named():
     assert "The link between them is slow" in problem.means
 
 
-@pytest.mark.parametrize(
-    ("faulty", "devices"),
-    [
-        (FlipsABit(kinds=("launches in flight",), device=3), (3,)),
-        (SwapsTwo(kinds=("launches in flight",), devices=(1, 6)), (1, 6)),
-    ],
-)
-def test_launches_in_flight_that_go_wrong(faulty, devices):
-    check = checked({"data": 4, "model": 2}, "async dispatch", launches=faulty)
-    (problem,) = check.problems
-    assert problem.devices == devices
-    assert "8 launches in flight" in problem.what
-    assert "donate_state=False" in problem.fix
-
-
-def test_launches_in_flight():
-    part = checked({"data": 2, "fsdp": 2, "model": 2}, "async dispatch").part("async dispatch")
-    assert part.ok
-    assert part.figures["donated"]
-    assert "with donated buffers: same results as on the host" in part.words
-
-
 def test_no_profile_of_a_step():
     with ktd.TPUStrategy({"data": 8}).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -537,14 +477,6 @@ def test_rates_of_right_devices():
     assert check.part("step time").figures["step"] < check.part("step time").figures["first"]
     assert not model.optimizer.built
     assert [v.tobytes() for _, v, _, _ in before] == [v.tobytes() for _, v, _, _ in state_of(model)]
-
-
-@pytest.mark.slow
-def test_small_fits_are_right():
-    numbers = np.random.get_state()[1].copy()
-    check = checked({"data": 4, "model": 2}, "training")
-    assert check.ok, str(check)
-    assert np.array_equal(numbers, np.random.get_state()[1])
 
 
 # --- several processes ---------------------------------------------------------------------------
@@ -678,10 +610,6 @@ def test_precisions_of_a_tpu():
     off = abs(short[0] @ short[1] - a.astype(float) @ b) / (abs(a).astype(float) @ abs(b))
     assert allowed[1] < off.max() < allowed[0]
     assert bounds.tolerance("cpu") == 1e-5
-
-
-def test_every_known_fault_has_a_program():
-    assert list(programs()) == [fault.name for fault in FAULTS]
 
 
 def test_who_is_odd():

@@ -1,7 +1,7 @@
 """Compares every operation, layer and model of the tables on every mesh with one device.
 
     python tests/conformance/run.py [--kind operation ...] [--only PATTERN] [--without-repairs]
-        [--cases N] [--threes N] [--seed S] [--compiler libtpu] [--log FILE]
+        [--cases N] [--threes N] [--spread] [--seed S] [--compiler libtpu] [--log FILE]
 
 Each comparison runs in a process that is given up after a time: an abort of the compiler and a
 hang are findings like a wrong value.
@@ -124,6 +124,30 @@ def drawn(jobs: list[dict], count: int, seed: int) -> list[dict]:
     return [job for job in jobs if job["case"] in chosen]
 
 
+def rounds_of(jobs: list[dict], seed: int) -> list[list[dict]]:
+    """Jobs in an order that may be stopped at any time: every case once, then again.
+
+    Args:
+        jobs: The jobs.
+        seed: For the order of a case's jobs; those on other meshes come first.
+
+    Returns:
+        The rounds, with at most one job of a case in each.
+    """
+    on_mesh, in_case = Counter(), Counter()
+
+    def times_before(counts: Counter, *place: str) -> int:
+        counts[place] += 1
+        return counts[place] - 1
+
+    shuffled = random.Random(seed).sample(jobs, len(jobs))
+    shuffled.sort(key=lambda job: times_before(on_mesh, job["kind"], job["case"], job["mesh"]))
+    rounds: dict[int, list[dict]] = {}
+    for job in shuffled:
+        rounds.setdefault(times_before(in_case, job["kind"], job["case"]), []).append(job)
+    return list(rounds.values())
+
+
 def main() -> int:
     """Prints what is not right, and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -131,6 +155,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression over the jobs")
     parser.add_argument("--cases", type=int, help="so many, drawn at random; default: all")
     parser.add_argument("--threes", type=int, default=0, help="add so many of three operations")
+    parser.add_argument(
+        "--spread",
+        action="store_true",
+        help="every case on one mesh, then on others: to be stopped",
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn")
     parser.add_argument(
         "--compiler",
@@ -167,13 +196,15 @@ def main() -> int:
     jobs = [job for job in jobs if job not in done]
     if arguments.log:
         print(f"{len(before)} were compared before, {len(jobs)} are left", flush=True)
-    found = before + compare_all(
-        jobs,
-        processes=arguments.processes,
-        together=arguments.together,
-        timeout=arguments.timeout,
-        tell=tell,
-    )
+    found = before
+    for part in rounds_of(jobs, arguments.seed) if arguments.spread else [jobs]:
+        found += compare_all(
+            part,
+            processes=arguments.processes,
+            together=arguments.together,
+            timeout=arguments.timeout,
+            tell=tell,
+        )
     print(table(found, time.perf_counter() - start))
     return int(any(finding.outcome != "right" for finding in found))
 

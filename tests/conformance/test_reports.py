@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fault_programs
+import jax
+import numpy as np
 import pytest
 
 from keras_tpu_dist.programs.partitioner.table import FAULTS
@@ -36,6 +39,18 @@ def test_every_fault_has_a_report():
     assert [fault.name for fault in FAULTS] == [s.splitlines()[0] for s in of_faults]
     assert all(_BLOCK.search(section) for section in of_faults)
     assert last.startswith("On TPU\n")
+
+
+def test_every_fault_has_a_program():
+    assert [fault.name for fault in FAULTS] == list(fault_programs.CASES)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_repaired_programs_are_right(fault):
+    ready = fault_programs.ready(fault.name)
+    with jax.default_matmul_precision("highest"):
+        (found,) = ready.repaired(*ready.arrays)
+    np.testing.assert_allclose(np.asarray(found), ready.expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,24 +23,17 @@ def one(name: str, repaired: bool) -> str:
     import keras_tpu_dist as ktd
 
     ktd.simulate(8)
+    import fault_programs
     import jax
     import numpy as np
     import tpu_programs
 
     from keras_tpu_dist.hardware.libtpu import libtpu_environment
-    from keras_tpu_dist.programs.partitioner import Jitted
-    from keras_tpu_dist.tools.checkup import repairs
     from keras_tpu_dist.tools.checkup.bounds import gap
 
     os.environ.update(libtpu_environment())
-    case = repairs._CASES[name](8)
-    devices = jax.devices()
-    ready = repairs._placed(SimpleNamespace(devices=devices, local=devices), case)
-    if repaired:
-        jitted = Jitted(ready.function, ready.mesh, lambda *_: ready.layouts, **ready.options)
-        program = jitted.program(*ready.arrays)
-    else:
-        program = jax.jit(ready.function, **ready.options)
+    ready = fault_programs.ready(name)
+    program = ready.repaired.program(*ready.arrays) if repaired else ready.plain
     try:
         (found,) = tpu_programs.Replayed(program, ready.mesh)(*ready.arrays)
     except jax.errors.JaxRuntimeError as error:

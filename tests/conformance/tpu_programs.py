@@ -10,13 +10,16 @@ import os
 import jax
 import numpy as np
 
-from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas, whole_text
+from keras_tpu_dist._keras.replicas import whole_text
 from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.tools.checkup.bounds import largest
+from keras_tpu_dist.tools.dryrun.worker import parts
 from keras_tpu_dist.tools.hlo.parse import parse
+from keras_tpu_dist.tools.replay.execute import Program
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.tools.replay.run import ROUNDING_PASSES
 
@@ -60,45 +63,22 @@ class Replayed:
         lowered = jax.jit(exported.call, keep_unused=True).lower(*given, **named)
         compiled = lowered.compile(compiler_options=options)
         text = runnable(parse(whole_text(compiled)), there.size)
-        executable = compiled_replicas(text, list(self._mesh.devices.flat))
-        inputs = _cuts(compiled.input_shardings, exported.in_avals, there)
-        outputs = jax.tree.leaves(compiled.output_shardings)
-        return functools.partial(self._run, executable, inputs, outputs, exported, there)
+        program = Program(text, parts(compiled, exported, list(there.devices.flat)))
+        return functools.partial(self._run, program, exported)
 
-    def _run(self, executable, inputs, outputs, exported, there, leaves):
-        devices = list(self._mesh.devices.flat)
-        flat = jax.sharding.Mesh(
-            np.array(devices), ("replica",), axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        own = jax.sharding.NamedSharding(flat, jax.sharding.PartitionSpec())
-        arguments = []
-        for leaf, cuts, aval in zip(leaves, inputs, exported.in_avals, strict=True):
-            array = np.asarray(leaf, dtype=aval.dtype)
-            parts = [jax.device_put(array[cut], d) for cut, d in zip(cuts, devices)]
-            arguments.append(
-                jax.make_array_from_single_device_arrays(
-                    parts[0].shape, own, parts, dtype=parts[0].dtype
-                )
-            )
-        found = []
-        for parts, sharding, aval in zip(
-            run_replicas(executable, arguments), outputs, exported.out_avals, strict=True
-        ):
-            places = sharding.devices_indices_map(aval.shape)
-            whole = np.zeros(aval.shape, parts[0].dtype)
-            copies = {}
-            for part, device in zip(parts, there.devices.flat, strict=True):
-                array = np.asarray(part)
-                name = str(places[device])
-                first = copies.setdefault(name, array)
-                assert np.allclose(first, array, 1e-5, 1e-6, equal_nan=True), "copies differ"
-                whole[places[device]] = array
-            found.append(whole)
-        laid = exported.out_shardings_jax(self._mesh)
-        arrays = [
-            jax.device_put(value, sharding or jax.sharding.NamedSharding(self._mesh, jax.P()))
-            for value, sharding in zip(found, laid, strict=True)
+    def _run(self, program, exported, leaves):
+        given = [
+            np.asarray(leaf, dtype=aval.dtype)
+            for leaf, aval in zip(leaves, exported.in_avals, strict=True)
         ]
+        laid = exported.out_shardings_jax(self._mesh)
+        arrays = []
+        for (value, apart), sharding in zip(
+            program.whole(program.launch(given)), laid, strict=True
+        ):
+            assert apart <= 1e-5 * (1 + largest(value)), f"copies differ by {apart}"
+            own = sharding or jax.sharding.NamedSharding(self._mesh, jax.P())
+            arrays.append(jax.device_put(value, own))
         return jax.tree.unflatten(exported.out_tree, arrays)
 
 
@@ -115,13 +95,6 @@ def _described(axes):
         [name for name, _ in axes],
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
     )
-
-
-def _cuts(shardings, avals, mesh):
-    return [
-        [sharding.devices_indices_map(aval.shape)[device] for device in mesh.devices.flat]
-        for sharding, aval in zip(jax.tree.leaves(shardings), avals, strict=True)
-    ]
 
 
 def instead_of_cpu():

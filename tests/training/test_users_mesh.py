@@ -280,7 +280,7 @@ def test_a_mesh_with_axes_of_another_default_type(monkeypatch):
 
 @pytest.mark.slow
 def test_a_check_within_a_mesh_of_the_user():
-    parts = ("products", "collectives", "random numbers", "recurrent", "attention", "errors")
+    parts = ("products", "collectives", "random numbers", "programs")
     with jax.set_mesh(users_mesh("explicit")):
         found = run.run_check(
             ktd.TPUStrategy({"data": 4, "model": 2}), run.steps(), 30.0, None, parts

@@ -11,30 +11,30 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.processes.arrays import put, whole
+from keras_tpu_dist.tools.checkup.aside import on_one
 from keras_tpu_dist.tools.checkup.batch import Given, values
 from keras_tpu_dist.tools.checkup.bench import Bench
-from keras_tpu_dist.tools.dryrun.build import described
+from keras_tpu_dist.tools.checkup.bounds import State
+from keras_tpu_dist.tools.dryrun.build import described, fresh_optimizer
 from keras_tpu_dist.training.step import jitted_step
-
-State = list[list[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that is ready to run: `program(placed_state, placed_batch)`.
+    """A launch that is ready to run: `program(placed_state, placed_batch)`.
 
     Args:
-        program: The compiled step; it does not donate its arguments.
-        state: The values before the step, on the host: weights, other variables of the model,
-            optimizer, metrics.
-        batch: `(x, y, sample_weight)` on the host, or shorter.
+        program: The compiled launch; it does not donate its arguments.
+        state: The values before it, on the host: weights, other variables of the model, optimizer,
+            metrics.
+        batches: The batch of every step on the host, `(x, y, sample_weight)` or shorter.
         placed_state: `state` on the mesh.
-        placed_batch: `batch` on the mesh.
+        placed_batch: `batches` on the mesh; stacked if there are several.
     """
 
     program: Callable[..., Any]
     state: State
-    batch: Any
+    batches: list[Any]
     placed_state: tuple[list, ...]
     placed_batch: Any
 
@@ -56,22 +56,31 @@ def why_not(model: keras.Model) -> str:
 
 @contextlib.contextmanager
 def prepared(
-    bench: Bench, model: keras.Model, given: Given, optimizer: Any = None
+    bench: Bench,
+    model: keras.Model,
+    given: Given,
+    optimizer: Any = None,
+    steps: int = 1,
 ) -> Iterator[Prepared]:
-    """Prepares a step of a model on the mesh.
+    """Prepares a launch of a model's training on the mesh.
 
     Args:
         bench: The check's shared state.
         model: A model for which `why_not` returns `""`.
         given: Its batch.
-        optimizer: A built optimizer to use in the step; by default the model's own.
+        optimizer: A built optimizer to use in the step. By default the model's own, or a copy of
+            it if it is not built.
+        steps: The steps of the launch.
     """
     strategy, own = bench.strategy, model.optimizer
+    if optimizer is None and not own.built:
+        optimizer = fresh_optimizer(own)
+        optimizer.build(model.trainable_variables)
     model.optimizer = own if optimizer is None else optimizer
     try:
         rows = given.rows(strategy)
         with described(model, strategy, given.by_name(), rows, "train", []) as (_, shapes):
-            batch = values(model, shapes, given, strategy.placer)
+            batches = [values(model, shapes, given, strategy.placer, n) for n in range(steps)]
             groups = _keras.state_groups(model)
             state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
             layouts = _keras.state_shardings(model, "train")
@@ -81,44 +90,41 @@ def prepared(
                 "train",
                 strategy.placer,
                 donate=False,
+                scanned=steps > 1,
                 compiler_options=strategy.runner.compiler_options,
             )
-            yield Prepared(program, state, batch, placed, strategy.placer.place(batch))
+            placer = strategy.placer
+            batch: Any = placer.place(batches[0]) if steps == 1 else placer.place_many(batches)
+            yield Prepared(program, state, batches, placed, batch)
     finally:
         model.optimizer = own
 
 
-def is_half(model: keras.Model) -> bool:
-    """Whether layers of a model compute in half precision.
+def on_one_device(
+    model: keras.Model, kind: str, device: Any
+) -> Callable[[State, list], tuple[list, Any]]:
+    """Steps of stock Keras on one device, one after the other.
 
     Args:
         model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        device: A `jax.Device` of this process.
+
+    Returns:
+        A function from a state and the batch of every step to the steps' outputs, and the state
+        after the last.
     """
-    dtypes = {layer.compute_dtype for layer in _keras.flatten_layers(model)}
-    return not dtypes.isdisjoint(("bfloat16", "float16"))
+    step = jax.jit(getattr(model, f"{kind}_step"))
 
+    def run(state: State, batches: list) -> tuple[list, Any]:
+        after: Any = tuple(state)
+        outputs: list[Any] = []
+        with on_one(device):
+            for batch in batches:
+                found, after = step(after, batch)
+                if kind == "predict":
+                    after = (state[0], after)
+                outputs.append(found)
+        return outputs, after
 
-def nudged(state: State, batch: Any, half: bool, seed: int) -> tuple[State, Any]:
-    """Weights and inputs, changed by rounding: what that does to results is a model's own error.
-
-    Args:
-        state: The values before a step.
-        batch: `(x, y, sample_weight)`, or shorter.
-        half: Whether the model computes in half precision.
-        seed: Draws the changes.
-    """
-    rng = np.random.default_rng(seed)
-    size = 2.0**-10 if half else 2.0**-22
-
-    def nudge(leaf: np.ndarray) -> np.ndarray:
-        if not jax.numpy.issubdtype(leaf.dtype, np.floating):
-            return leaf
-        wide = np.asarray(leaf, np.float64)
-        return (wide * (1 + size * rng.choice([-1.0, 1.0], wide.shape))).astype(leaf.dtype)
-
-    weights = [nudge(leaf) for leaf in state[0]]
-    changed = [weights, *state[1:]]
-    if not isinstance(batch, tuple):
-        return changed, jax.tree.map(nudge, batch)
-    x, *rest = batch
-    return changed, (jax.tree.map(nudge, x), *rest)
+    return run

@@ -15,14 +15,10 @@ from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.checkup.batch import NOTHING, Given
 from keras_tpu_dist.tools.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.tools.checkup.collectives import collectives
-from keras_tpu_dist.tools.checkup.dispatch import async_dispatch
-from keras_tpu_dist.tools.checkup.errors import launch_errors
-from keras_tpu_dist.tools.checkup.fits import training
-from keras_tpu_dist.tools.checkup.kernels import attention, recurrent
 from keras_tpu_dist.tools.checkup.products import products
+from keras_tpu_dist.tools.checkup.programs import programs
 from keras_tpu_dist.tools.checkup.randoms import random_numbers
 from keras_tpu_dist.tools.checkup.rates import launches, links, matrix_units, memory, transfers
-from keras_tpu_dist.tools.checkup.repairs import partitioner
 from keras_tpu_dist.tools.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
 from keras_tpu_dist.tools.checkup.step import own_step
 from keras_tpu_dist.tools.checkup.timing import own_step_time
@@ -62,12 +58,7 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
         Planned("collectives", RIGHT, collectives, 20.0),
         Planned("random numbers", RIGHT, random_numbers, 10.0),
         *(own if model is not None else []),
-        Planned("recurrent", RIGHT, recurrent, 20.0),
-        Planned("attention", RIGHT, attention, 10.0),
-        Planned("partitioner", RIGHT, partitioner, 20.0),
-        Planned("training", RIGHT, training, 20.0),
-        Planned("async dispatch", RIGHT, async_dispatch, 5.0),
-        Planned("errors", RIGHT, launch_errors, 5.0),
+        Planned("programs", RIGHT, programs, 40.0),
         Planned("matrix units", FAST, matrix_units, 5.0),
         Planned("memory", FAST, memory, 5.0),
         Planned("host transfer", FAST, transfers, 5.0),

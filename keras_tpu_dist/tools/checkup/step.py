@@ -1,4 +1,4 @@
-"""Tests a step of the user's model: equal to one device, and the same bits when repeated."""
+"""Compares a launch on the mesh with stock Keras on one device, and with itself, repeated."""
 
 import contextlib
 import zlib
@@ -11,18 +11,11 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.tools.checkup.aside import aside, on_one
+from keras_tpu_dist.tools.checkup.aside import aside
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, same_bits
-from keras_tpu_dist.tools.checkup.bounds import gap, largest, tolerance
-from keras_tpu_dist.tools.checkup.prepared import (
-    Prepared,
-    State,
-    is_half,
-    nudged,
-    prepared,
-    why_not,
-)
+from keras_tpu_dist.tools.checkup.bounds import State, allowed, gap, is_half, largest
+from keras_tpu_dist.tools.checkup.prepared import Prepared, on_one_device, prepared, why_not
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
     RIGHT,
@@ -33,11 +26,6 @@ from keras_tpu_dist.tools.checkup.report import (
     numbered,
 )
 
-# The model's own rounding error: how much its results change if weights and inputs change by an ulp
-# or two, in this many draws. The mesh may be off by this many times that. In half precision, a mesh
-# also rounds the sum of every device before adding them up, and one device does not: among 200
-# random models, the gradients of two biases were off by 10 and 12 times.
-_DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 _MOST_NAMED = 3
 
 
@@ -63,74 +51,114 @@ class _Gradients(keras.optimizers.Optimizer):
 
 @dataclass(frozen=True)
 class _Ran:
-    """A step that ran on the mesh, and its results.
+    """A launch that ran on the mesh, and its results.
 
     Args:
-        step: The step.
+        step: The launch.
         names: The names of the results.
         first: The results.
-        second: The results of running the same step again.
-        alone: Runs the step on one device: a function from host values to results.
+        second: The results of running it again.
+        alone: Runs it on one device: a function from host values to results.
     """
 
     step: Prepared
     names: list[str]
     first: list[jax.Array]
     second: list[jax.Array]
-    alone: Callable[[State, Any], list[np.ndarray]]
+    alone: Callable[[State, list], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a comparison.
+
+    Args:
+        problems: The problems.
+        difference: The largest difference from one device.
+        why_not: Why it was not compared with one device, or `""`.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    difference: float = 0.0
+    why_not: str = ""
 
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
-    """Compares a training step on the mesh with the same step on one device.
+    """Compares a training step of the user's model on the mesh with the same step on one device.
 
     Args:
         bench: The check's shared state.
         model: The user's model; it does not change.
         given: The batch.
     """
-    why = why_not(model)
-    if why:
+    if why := why_not(model):
         return CheckPart("step", RIGHT, left_out=why)
-    with aside(), _run(bench, model, given) as ran:
-        problems = list(_different(bench, ran.step)) or list(_unsteady(bench, ran))
-        if problems:
-            return CheckPart("step", RIGHT, "the same step, run twice", tuple(problems))
-        expected, allowed, why = _expected(bench, model, ran)
-        if why:
-            words = f"same bits when repeated; not compared with one device: {why}"
-            return CheckPart("step", RIGHT, words)
-        wrong, worst = _compared(bench, ran, expected, allowed)
+    # A `train_step` of the model's own class may use its optimizer in any way.
+    own = type(model).train_step is not keras.Model.train_step
+    found = compared(bench, model, given, gradients=not own)
+    if found.why_not:
+        words = f"same bits when repeated; not compared with one device: {found.why_not}"
+        return CheckPart("step", RIGHT, words)
     rows, count = given.rows(bench.strategy), len(model.trainable_variables)
     words = f"{model.name}, {rows} rows: loss and {count} gradients"
-    if not wrong:
-        words += f" the same as on one device within {worst:.0e}, same bits when repeated"
-    return CheckPart("step", RIGHT, words, tuple(wrong), {"largest difference": worst})
+    if not found.problems:
+        off = f"{found.difference:.0e}"
+        words += f" the same as on one device within {off}, same bits when repeated"
+    figures = {"largest difference": found.difference}
+    return CheckPart("step", RIGHT, words, found.problems, figures)
+
+
+def compared(
+    bench: Bench,
+    model: keras.Model,
+    given: Given,
+    *,
+    steps: int = 1,
+    gradients: bool = False,
+) -> Outcome:
+    """Compares a launch of a model's training on the mesh with stock Keras on one device.
+
+    Args:
+        bench: The check's shared state.
+        model: A model for which `why_not` returns `""`; it does not change.
+        given: The batch.
+        steps: The steps of the launch.
+        gradients: Whether to compare gradients, which no learning rate can hide, instead of
+            weights. Only for one step of Keras's own.
+    """
+    with aside(), _run(bench, model, given, steps, gradients) as ran:
+        problems = list(_different(bench, ran.step)) or list(_unsteady(bench, ran))
+        if problems:
+            return Outcome(tuple(problems))
+        expected, limits, why = _expected(bench, model, ran)
+        if why:
+            return Outcome(why_not=why)
+        return _judged(bench, ran, expected, limits)
 
 
 @contextlib.contextmanager
-def _run(bench: Bench, model: keras.Model, given: Given) -> Iterator[_Ran]:
-    """Runs the step on the mesh twice, with a function that repeats it on one device."""
-    # A `train_step` of the model's own class may use its optimizer in any way.
-    own = type(model).train_step is not keras.Model.train_step
-    reader = None if own else _Gradients()
+def _run(
+    bench: Bench, model: keras.Model, given: Given, steps: int, gradients: bool
+) -> Iterator[_Ran]:
+    """Runs the launch on the mesh twice, with a function that repeats it on one device."""
+    reader = _Gradients() if gradients else None
     if reader is not None:
         reader.build(model.trainable_variables)
-    with prepared(bench, model, given, reader) as step:
-        select, job = _selection(model, own), Job("step")
+    with prepared(bench, model, given, reader, steps) as step:
+        select, job = _selection(model, gradients), Job("step")
         args = step.placed_state, step.placed_batch
         results = [select(*bench.launches.run(job, step.program, *args)) for _ in range(2)]
-        on_host = jax.jit(model.train_step)
+        run = on_one_device(model, "train", bench.local[0])
 
-        def alone(state: State, batch: Any) -> list[np.ndarray]:
-            with on_one(bench.local[0]):
-                outputs, after = on_host(tuple(state), batch)
-            return [np.asarray(each) for each in select(outputs, after)[1]]
+        def alone(state: State, batches: list) -> list[np.ndarray]:
+            outputs, after = run(state, batches)
+            return [np.asarray(each) for each in select(outputs[-1], after)[1]]
 
         (names, first), (_, second) = results
         yield _Ran(step, names, first, second, alone)
 
 
-def _selection(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list[str], list]]:
+def _selection(model: keras.Model, gradients: bool) -> Callable[[Any, Any], tuple[list[str], list]]:
     """A function that selects the results of a step to compare, with their names."""
     groups = _keras.state_groups(model)
 
@@ -139,11 +167,11 @@ def _selection(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list
         names, found = [], []
         if "loss" in logs:
             names, found = ["the loss"], [logs["loss"]]
-        if own:
-            chosen = [("", groups[0], after[0])]
-        else:
+        if gradients:
             slots = _slots(model, groups[2], after[2])
             chosen = [("the gradient of ", [v for v, _ in slots], [g for _, g in slots])]
+        else:
+            chosen = [("", groups[0], after[0])]
         chosen.append(("", groups[1], after[1]))
         for words, variables, arrays in chosen:
             names += [f"{words}{v.path}" for v in variables]
@@ -168,12 +196,11 @@ def _expected(
     bench: Bench, model: keras.Model, ran: _Ran
 ) -> tuple[list[np.ndarray], list[float], str]:
     """The results on one device, their tolerances, and why they are unknown, or `""`."""
-    half = is_half(model)
+    state, batches = ran.step.state, ran.step.batches
     try:
-        expected = ran.alone(ran.step.state, ran.step.batch)
-        moved = [
-            ran.alone(*nudged(ran.step.state, ran.step.batch, half, seed)) for seed in range(_DRAWS)
-        ]
+        expected = ran.alone(state, batches)
+        half = is_half(model)
+        limits = allowed(ran.alone, state, batches, expected, bench.platform, half)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return [], [], "it does not fit in its memory"
@@ -181,22 +208,14 @@ def _expected(
     floats = [each for each in expected if each.dtype.kind not in "iub"]
     if not all(np.all(np.isfinite(np.asarray(each, np.float32))) for each in floats):
         return [], [], "its results are not finite there; give x= and y="
-    least = tolerance(bench.platform, "bfloat16" if half else "float32")
-    times = _TIMES_OF_HALF if half else _TIMES
-    allowed = [
-        max(least, *(times * gap(other[n], one) for other in moved))
-        for n, one in enumerate(expected)
-    ]
-    return expected, allowed, ""
+    return expected, limits, ""
 
 
-def _compared(
-    bench: Bench, ran: _Ran, expected: list[np.ndarray], allowed: list[float]
-) -> tuple[list[Problem], float]:
+def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[float]) -> Outcome:
     """The devices with wrong results, and the largest difference."""
     mine: dict[int, list] = {}
     worst = 0.0
-    for name, found, one, limit in zip(ran.names, ran.first, expected, allowed, strict=True):
+    for name, found, one, limit in zip(ran.names, ran.first, expected, limits, strict=True):
         scale = largest(one)
         for part in found.addressable_shards:
             off = gap(part.data, one[part.index], scale)
@@ -205,7 +224,7 @@ def _compared(
                 mine.setdefault(part.device.id, []).append([off, limit, name])
     shown = {n: sorted(each, reverse=True)[:_MOST_NAMED] for n, each in mine.items()}
     every = bench.by_device("results of the step", shown)
-    return ([_differs(bench, every)] if every else []), worst
+    return Outcome((_differs(bench, every),) if every else (), worst)
 
 
 def _differs(bench: Bench, every: dict[int, list]) -> Problem:

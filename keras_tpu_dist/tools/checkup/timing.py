@@ -17,7 +17,6 @@ from keras_tpu_dist.tools.checkup.bench import Bench, Job
 from keras_tpu_dist.tools.checkup.calibrated import FACTORS, calibration_of
 from keras_tpu_dist.tools.checkup.prepared import Prepared, prepared, why_not
 from keras_tpu_dist.tools.checkup.report import FAST, CheckPart
-from keras_tpu_dist.tools.dryrun.build import fresh_optimizer
 from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps, compare, read_profile
 from keras_tpu_dist.tools.dryrun.report import DryRun
 from keras_tpu_dist.tools.dryrun.run import dry_run
@@ -73,12 +72,8 @@ def own_step_time(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
 
 
 def _timed(bench: Bench, model: keras.Model, given: Given) -> _Timed:
-    fresh = None
-    if not model.optimizer.built:
-        fresh = fresh_optimizer(model.optimizer)
-        fresh.build(model.trainable_variables)
     job = Job("step")
-    with prepared(bench, model, given, fresh) as step:
+    with prepared(bench, model, given) as step:
         args = step.placed_state, step.placed_batch
         begin = time.perf_counter()
         bench.launches.run(job, step.program, *args)

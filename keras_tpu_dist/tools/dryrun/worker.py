@@ -144,7 +144,7 @@ def _compile(job: dict) -> dict:
     return {
         "text": _of_seam("whole_text")(compiled) if to_run else compiled.as_text(),
         "refused_options": refused,
-        **(_parts(compiled, exported, list(mesh.devices.flat)) if to_run else {}),
+        **(parts(compiled, exported, list(mesh.devices.flat)) if to_run else {}),
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -156,8 +156,14 @@ def _compile(job: dict) -> dict:
     }
 
 
-def _parts(compiled, exported, devices: list) -> dict:
-    """The part of each argument and result that each device has, as pairs of start and stop."""
+def parts(compiled, exported, devices: list) -> dict:
+    """The part of each argument and result that each device has, as `execute` needs it.
+
+    Args:
+        compiled: The compiled program.
+        exported: Its `jax.export.Exported`.
+        devices: The devices, in the mesh's order.
+    """
     import jax
 
     def cuts(shardings, shapes) -> list:
@@ -175,6 +181,7 @@ def _parts(compiled, exported, devices: list) -> dict:
     inputs = [aval.shape for aval in exported.in_avals]
     outputs = [aval.shape for aval in exported.out_avals]
     return {
+        "devices": len(devices),
         "inputs": cuts(compiled.input_shardings, inputs),
         "outputs": cuts(compiled.output_shardings, outputs),
         "shapes": outputs,

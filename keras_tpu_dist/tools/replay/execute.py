@@ -2,22 +2,79 @@
 
 import os
 import runpy
+from collections.abc import Sequence
 from typing import Any
 
 
-def execute(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs launches of a program, one after the other.
+class Program:
+    """A program that runs on simulated devices.
 
     Args:
-        job: A dict with
-            - `"texts"`: the programs, all with the same arguments and results;
+        text: The program.
+        parts: A dict with
             - `"devices"`: the number of devices;
+            - `"inputs"`, `"outputs"`: for each argument and each result the part that each device
+              has, as pairs of start and stop;
+            - `"shapes"`: shapes of the whole results.
+    """
+
+    def __init__(self, text: str, parts: dict[str, Any]):
+        import jax
+        import numpy as np
+        from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+        # By its path: importing it from the package would import Keras.
+        file = os.path.join(os.path.dirname(__file__), "..", "..", "_keras", "replicas.py")
+        self._seam, self._parts = runpy.run_path(file), parts
+        self._devices = jax.devices()[: parts["devices"]]
+        mesh = Mesh(np.array(self._devices), ("replica",), axis_types=(AxisType.Auto,))
+        self._each_its_own = NamedSharding(mesh, PartitionSpec())
+        self._executable = self._seam["compiled_replicas"](text, self._devices)
+
+    def launch(self, arguments: Sequence[Any]) -> list[list[Any]]:
+        """Runs the program.
+
+        Args:
+            arguments: Whole arrays, or parts as this method returns them.
+
+        Returns:
+            For each result the part on each device.
+        """
+        placed = []
+        for argument, places in zip(arguments, self._parts["inputs"], strict=True):
+            if not isinstance(argument, list):
+                argument = [argument[tuple(slice(*ends) for ends in cut)] for cut in places]
+            placed.append(self._placed(argument))
+        return self._seam["run_replicas"](self._executable, placed)
+
+    def _placed(self, parts: list[Any]) -> Any:
+        import jax
+
+        # JAX takes the parts for copies of one array, and hands each device its own.
+        arrays = [jax.device_put(part, d) for part, d in zip(parts, self._devices)]
+        return jax.make_array_from_single_device_arrays(
+            arrays[0].shape, self._each_its_own, arrays, dtype=arrays[0].dtype
+        )
+
+    def whole(self, results: list[list[Any]]) -> list[tuple[Any, float]]:
+        """Arrays from their parts, and how far devices that hold the same part differ.
+
+        Args:
+            results: What `launch` returns.
+        """
+        outputs, shapes = self._parts["outputs"], self._parts["shapes"]
+        return [_whole(*of) for of in zip(results, outputs, shapes, strict=True)]
+
+
+def execute(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs launches of some programs, one after the other.
+
+    Args:
+        job: What a `Program` needs, and
+            - `"texts"`: the programs, all with the same arguments and results;
             - `"arguments"`: the arguments of each launch; `None` for one that is a result of the
               launch before;
             - `"carried"`: from such an argument to the result, by their numbers;
-            - `"inputs"`, `"outputs"`: for each argument and each result the part that each device
-              has, as pairs of start and stop;
-            - `"shapes"`: shapes of the whole results;
             - `"x64"`: whether JAX has 64 bits.
 
     Returns:
@@ -31,44 +88,19 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
     results: list[Any] = []
     for text in job["texts"]:
         try:
-            results.append(_run(job, text))
+            program, found = Program(text, job), []
+            for launch in job["arguments"]:
+                found = program.launch(
+                    [
+                        found[job["carried"][number]] if array is None else array
+                        for number, array in enumerate(launch)
+                    ]
+                )
+            results.append(program.whole(found))
         except Exception as error:
             # One program of many, as after a pass whose output cannot be run.
             results.append(f"{type(error).__name__}: {error}")
     return {"results": results}
-
-
-def _run(job: dict[str, Any], text: str) -> list[tuple[Any, float]]:
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-    # By its path: importing it from the package would import Keras.
-    file = os.path.join(os.path.dirname(__file__), "..", "..", "_keras", "replicas.py")
-    seam = runpy.run_path(file)
-    devices = jax.devices()[: job["devices"]]
-    mesh = Mesh(np.array(devices), ("replica",), axis_types=(AxisType.Auto,))
-    each_its_own = NamedSharding(mesh, PartitionSpec())
-    executable = seam["compiled_replicas"](text, devices)
-
-    def placed(parts: list[Any]) -> Any:
-        # JAX takes the parts for copies of one array, and hands each device its own.
-        arrays = [jax.device_put(part, d) for part, d in zip(parts, devices)]
-        return jax.make_array_from_single_device_arrays(
-            arrays[0].shape, each_its_own, arrays, dtype=arrays[0].dtype
-        )
-
-    found: list[Any] = []
-    for launch in job["arguments"]:
-        arguments = []
-        for number, array in enumerate(launch):
-            if array is None:
-                arguments.append(placed(found[job["carried"][number]]))
-            else:
-                cuts = [tuple(slice(*ends) for ends in cut) for cut in job["inputs"][number]]
-                arguments.append(placed([array[cut] for cut in cuts]))
-        found = seam["run_replicas"](executable, arguments)
-    return [_whole(*each) for each in zip(found, job["outputs"], job["shapes"], strict=True)]
 
 
 def _whole(parts: list[Any], cuts: list[Any], shape: tuple[int, ...]) -> tuple[Any, float]:
@@ -85,7 +117,9 @@ def _whole(parts: list[Any], cuts: list[Any], shape: tuple[int, ...]) -> tuple[A
             seen[key] = array
             whole[tuple(slice(*ends) for ends in cut)] = array
         elif array.tobytes() != seen[key].tobytes():
+            one, other = (a.astype(np.result_type(a, "float64")) for a in (array, seen[key]))
+            same = (one == other) | (np.isnan(one) & np.isnan(other))
             with np.errstate(invalid="ignore"):
-                gap = np.abs(array.astype("float64") - seen[key].astype("float64"))
+                gap = np.where(same, 0.0, np.abs(one - other))
             apart = max(apart, float(np.max(np.nan_to_num(gap, nan=np.inf), initial=0.0)))
     return whole, apart

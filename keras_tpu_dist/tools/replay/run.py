@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from keras_tpu_dist.processes.arrays import whole
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.checkup.aside import aside, on_one
 from keras_tpu_dist.tools.checkup.batch import Given, values
-from keras_tpu_dist.tools.checkup.bounds import gap, largest
-from keras_tpu_dist.tools.checkup.prepared import State, is_half, nudged
+from keras_tpu_dist.tools.checkup.bounds import State, allowed, gap, is_half, largest
+from keras_tpu_dist.tools.checkup.prepared import on_one_device
 from keras_tpu_dist.tools.dryrun.build import (
     KINDS,
     Build,
@@ -48,11 +48,6 @@ from keras_tpu_dist.tools.replay.report import Row, Verification
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.training.protocol import Strategy
 
-# Equal: as the promise for float32 (docs/ragged.md); in half precision a few times the 8 bits of
-# bfloat16. Where the model itself amplifies rounding, what a change of its weights and inputs by an
-# ulp or two does to a result, this many times.
-_FLOAT32, _HALF = 1e-5, 5e-2
-_TIMES, _TIMES_OF_HALF, _DRAWS = 8.0, 16.0, 2
 _MODES = ("train", "evaluate", "predict")
 # They store operands of products as bfloat16, which a chip rounds them to anyway. Without them,
 # what is left is float32, and comparable to 1e-5.
@@ -145,7 +140,7 @@ def verify(
                 **given_inputs(x, y, sample_weight, sequence_length),
                 batch_size=batch_size,
                 mode=mode,
-                steps=steps or 0,
+                steps=steps,
                 to_run=True,
             )
         assert lowered.launch is not None
@@ -167,7 +162,7 @@ def verify(
         mesh=dict(lowered.axes),
         batch_size=int(batch_size),
         steps=lowered.steps,
-        launches=len(reference.launches),
+        launches=len(reference.batches) // lowered.steps,
         libtpu=version_text(libtpu_version()),
         as_on_chip=as_on_chip,
         kernels=compiled.kernels,
@@ -235,7 +230,7 @@ class _Reference:
 
     Args:
         name: The model's name.
-        launches: For each launch its batches, on the host.
+        batches: The batch of every step, on the host.
         state: The values before the first step.
         names: The names of the results.
         results: The results, of the last launch and of the state after it.
@@ -243,7 +238,7 @@ class _Reference:
     """
 
     name: str
-    launches: list[list[Any]]
+    batches: list[Any]
     state: State
     names: list[str]
     results: list[np.ndarray]
@@ -265,32 +260,26 @@ def _alone(
     device = jax.local_devices(backend="cpu")[0]
     with aside(), on_one(device), _with_values(build, shapes, mode) as model:
         # With one step, the second launch starts from what the first has computed.
-        number = 2 if steps == 1 and mode == "train" else 1
-        launches = [
-            [
-                values(model, shapes, given, strategy.placer, n * steps + step)
-                for step in range(steps)
-            ]
-            for n in range(number)
-        ]
+        number = 2 if steps == 1 and mode == "train" else steps
+        batches = [values(model, shapes, given, strategy.placer, n) for n in range(number)]
         groups = _keras.state_groups(model, kind)
         state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
         names = [v.path for group in groups for v in group]
-        run = _stock(model, kind)
-        logs, results = run(state, launches)
+        run = on_one_device(model, kind, device)
+
+        def computed(state: State, batches: list[Any]) -> tuple[list[str], list[np.ndarray]]:
+            outputs, after = run(state, batches)
+            return _of_launch(kind, outputs[-steps:], after)
+
+        logs, results = computed(state, batches)
         # Kernels may store what they multiply as bfloat16, as the chip would round it.
         half = as_on_chip or is_half(model) or "bf16" in str(launch.kernels)
-        moved = [run(*_nudged_all(state, launches, half, seed))[1] for seed in range(_DRAWS)]
-    least, times = (_HALF, _TIMES_OF_HALF) if half else (_FLOAT32, _TIMES)
-    allowed = [
-        max(least, *(times * gap(other[n], one) for other in moved))
-        for n, one in enumerate(results)
-    ]
+        limits = allowed(lambda *of: computed(*of)[1], state, batches, results, "cpu", half)
     if as_on_chip:
         # A gradient near 0 may have either sign, and an optimizer such as Adam moves its weight by
         # a whole step: results can be judged, variables are only reported.
-        allowed[len(logs) :] = [math.inf] * len(names)
-    return _Reference(model.name, launches, state, [*logs, *names], results, allowed)
+        limits[len(logs) :] = [math.inf] * len(names)
+    return _Reference(model.name, batches, state, [*logs, *names], results, limits)
 
 
 @contextlib.contextmanager
@@ -313,39 +302,15 @@ def _with_values(build: Build, shapes: tuple, mode: str) -> Iterator[keras.Model
                 build.optimizer = optimizer
 
 
-def _stock(model: keras.Model, kind: str) -> Callable[..., tuple[list[str], list[np.ndarray]]]:
-    """A function from a state and launches to the names and values of what is compared."""
-    step = jax.jit(getattr(model, f"{kind}_step"))
-
-    def run(state: State, launches: list[list[Any]]) -> tuple[list[str], list[np.ndarray]]:
-        after: Any = tuple(state)
-        outputs: list[Any] = []
-        for batches in launches:
-            outputs = []
-            for batch in batches:
-                found, after = step(after, batch)
-                if kind == "predict":
-                    after = (state[0], after)
-                outputs.append(found)
-        if kind != "predict":
-            last: Any = outputs[-1]
-        elif len(outputs) == 1:
-            last = outputs[0]
-        else:
-            last = jax.tree.map(lambda *each: np.stack([np.asarray(e) for e in each]), *outputs)
-        paths, _ = jax.tree_util.tree_flatten_with_path(last)
-        names = [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in paths]
-        leaves = [*(leaf for _, leaf in paths), *jax.tree.leaves(tuple(map(list, after)))]
-        return names, [np.asarray(leaf) for leaf in leaves]
-
-    return run
-
-
-def _nudged_all(
-    state: State, launches: list[list[Any]], half: bool, seed: int
-) -> tuple[State, list[list[Any]]]:
-    moved = [[nudged(state, batch, half, seed)[1] for batch in batches] for batches in launches]
-    return nudged(state, launches[0][0], half, seed)[0], moved
+def _of_launch(kind: str, outputs: list[Any], after: Any) -> tuple[list[str], list[np.ndarray]]:
+    """The names and values that a launch returns, and the state after it."""
+    last = outputs[-1]
+    if kind == "predict" and len(outputs) > 1:
+        last = jax.tree.map(lambda *of: np.stack([np.asarray(each) for each in of]), *outputs)
+    paths, _ = jax.tree_util.tree_flatten_with_path(last)
+    names = [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in paths]
+    leaves = [*(leaf for _, leaf in paths), *jax.tree.leaves(tuple(map(list, after)))]
+    return names, [np.asarray(leaf) for leaf in leaves]
 
 
 class _Compiled:
@@ -445,9 +410,7 @@ class _Compiled:
             "devices": number,
             "arguments": arguments,
             "carried": carried,
-            "inputs": answer["inputs"],
-            "outputs": answer["outputs"],
-            "shapes": answer["shapes"],
+            **{name: answer[name] for name in ("inputs", "outputs", "shapes")},
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
         ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
@@ -461,10 +424,11 @@ class _Compiled:
     def _arguments(self) -> tuple[list[list[Any]], dict[int, int]]:
         """The arguments of each launch, and from those that are carried to their results."""
         state = [value for group in self._reference.state for value in group]
-        batch, stacked = self._launch.placed, self._lowered.steps > 1
+        batch, steps = self._launch.placed, self._lowered.steps
+        stacked, given = steps > 1, self._reference.batches
         launches = []
-        for number, batches in enumerate(self._reference.launches):
-            columns = zip(*(flatten(each)[0] for each in batches), strict=True)
+        for first in range(0, len(given), steps):
+            columns = zip(*(flatten(one)[0] for one in given[first : first + steps]), strict=True)
             arrays = []
             for column, slot, shape in zip(
                 columns, batch.slots, flatten(batch.data)[0], strict=True
@@ -474,7 +438,7 @@ class _Compiled:
                     axis = slot.axis + stacked
                     array = padded(array, axis, shape.shape[axis])
                 arrays.append(array.astype(shape.dtype))
-            launches.append([*(state if number == 0 else [None] * len(state)), *arrays])
+            launches.append([*(state if first == 0 else [None] * len(state)), *arrays])
         results = len(self._answer["shapes"])
         return launches, {n: results - len(state) + n for n in range(len(state))}
 

@@ -1,10 +1,9 @@
-"""Tests the programs that XLA partitions wrongly, as this package compiles them.
+"""Programs that XLA partitions wrongly, one for every entry of the table of faults.
 
-There is one program for every entry of `programs.partitioner.table`; docs/xla_partitioner.md
-describes them. On CPU, those that neither abort nor hang also run without the repair.
+docs/xla_partitioner.md describes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.programs.partitioner import Jitted
-from keras_tpu_dist.programs.partitioner.table import FAULTS, Fault
-from keras_tpu_dist.tools.checkup.bench import Bench, Job
-from keras_tpu_dist.tools.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 _ROWS = PartitionSpec("data")
 
@@ -35,8 +31,6 @@ class Case:
         mesh: The sizes of the axes.
         expected: The program for one device, or `None` to use `function`.
         result: The layout of the result, or `None` to leave it to the compiler.
-        runs: Whether it can run without the repair on CPU, without aborting or hanging. On other
-            platforms this was not tried, and an abort would end the user's program.
     """
 
     function: Callable[..., Any]
@@ -45,127 +39,50 @@ class Case:
     mesh: dict[str, int]
     expected: Callable[..., Any] | None = None
     result: PartitionSpec | None = None
-    runs: bool = True
-
-
-def partitioner(bench: Bench) -> CheckPart:
-    """Compares every repaired program with one device, and lists those XLA still gets wrong.
-
-    Args:
-        bench: The check's shared state.
-    """
-    number = len(bench.devices)
-    if number < 4 or number % 4:
-        why = f"its programs need 4, 8, 12, ... devices, and you have {number}"
-        return CheckPart("partitioner", RIGHT, left_out=why)
-    problems: list[Problem] = []
-    ran, unrepaired = 0, {}
-    for fault in FAULTS:
-        case = _CASES[fault.name](number)
-        if case is None:
-            continue
-        ran += 1
-        ready = _placed(bench, case)
-        wrong = bench.some(fault.name, _repaired(bench, fault, ready))
-        problems += [_problem(fault, wrong)] if wrong else []
-        if case.runs and bench.platform == "cpu":
-            unrepaired[fault.name] = bool(bench.some(f"{fault.name}, unrepaired", _plain(ready)))
-    still = [name for name, wrong in unrepaired.items() if wrong]
-    words = f"{ran - len(problems)} of {ran} known faults of XLA repaired"
-    if unrepaired:
-        words += f"; without the repairs, this XLA gets {len(still)} of {len(unrepaired)} wrong"
-    return CheckPart("partitioner", RIGHT, words, tuple(problems), {"still wrong in XLA": still})
 
 
 @dataclass(frozen=True)
-class _Ready:
+class Ready:
     """A program with its arguments on the mesh, and its expected result.
 
     Args:
-        function: The program; its result is a tuple of one array.
+        plain: The program as XLA partitions it; its result is a tuple of one array.
+        repaired: The same as this package compiles it, a `Jitted`.
         arrays: Its arguments.
         mesh: The mesh.
-        layouts: The layouts of the arguments.
-        result: The layout of the result, or `()` to leave it to the compiler.
         expected: The result on one device.
     """
 
-    function: Callable[..., Any]
+    plain: Callable[..., Any]
+    repaired: Jitted
     arrays: list[jax.Array]
     mesh: Mesh
-    layouts: tuple[NamedSharding, ...]
-    result: tuple[NamedSharding, ...]
     expected: np.ndarray
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options for `jax.jit`."""
-        return {"out_shardings": self.result} if self.result else {}
 
+def ready(name: str) -> Ready:
+    """The program of a fault, on all devices.
 
-def _placed(bench: Bench, case: Case) -> _Ready:
-    names, sizes = tuple(case.mesh), tuple(case.mesh.values())
-    grid = np.asarray(bench.devices, dtype=object).reshape(sizes)
-    mesh = auto_mesh(grid, names)
+    Args:
+        name: The name of the fault.
+    """
+    case = CASES[name](jax.device_count())
+    mesh = auto_mesh(np.asarray(jax.devices()).reshape(*case.mesh.values()), tuple(case.mesh))
     layouts = tuple(NamedSharding(mesh, spec) for spec in case.specs)
     function = case.function if case.expected is None else case.function(mesh)
-    with jax.default_device(bench.local[0]), jax.default_matmul_precision("highest"):
+    with jax.default_device(jax.devices()[0]), jax.default_matmul_precision("highest"):
         expected = np.asarray(jax.jit(case.expected or case.function)(*case.args))
 
     def as_tuple(*args):
         return (function(*args),)
 
     result = () if case.result is None else (NamedSharding(mesh, case.result),)
-    return _Ready(as_tuple, put(case.args, layouts), mesh, layouts, result, expected)
+    options = {"out_shardings": result} if result else {}
+    repaired = Jitted(as_tuple, mesh, lambda *args: layouts, outputs=result, **options)
+    return Ready(jax.jit(as_tuple, **options), repaired, put(case.args, layouts), mesh, expected)
 
 
-def _repaired(bench: Bench, fault: Fault, ready: _Ready) -> list[int]:
-    """The devices of this process with a wrong result if this package compiles the program."""
-    job = Job(f"partitioner, {fault.name.lower()}")
-    with jax.default_matmul_precision("highest"):
-        program = Jitted(
-            ready.function,
-            ready.mesh,
-            lambda *args: ready.layouts,
-            outputs=ready.result,
-            **ready.options,
-        )
-        (found,) = bench.launches.run(job, program, *ready.arrays)
-    return _wrong(found, ready.expected)
-
-
-def _plain(ready: _Ready) -> list[int]:
-    """The devices of this process with a wrong result if XLA partitions the program alone."""
-    with jax.default_matmul_precision("highest"):
-        (found,) = jax.jit(ready.function, **ready.options)(*ready.arrays)
-        return _wrong(found, ready.expected)
-
-
-def _wrong(array: jax.Array, expected: np.ndarray) -> list[int]:
-    return [
-        part.device.id
-        for part in array.addressable_shards
-        if not np.allclose(np.asarray(part.data), expected[part.index], rtol=1e-4, atol=1e-4)
-    ]
-
-
-def _problem(fault: Fault, devices: list[int]) -> Problem:
-    return Problem(
-        f"{fault.name}: wrong on {numbered(devices)} in spite of the repair ({fault.instead})",
-        f"XLA: {fault.wrong}. The repair does not work with this compiler.",
-        "Train on a mesh of one axis, or with the versions in docs/versions.md, and report it "
-        "with the output of `ktd --version`.",
-        tuple(devices),
-    )
-
-
-# --- the programs --------------------------------------------------------------------------------
-
-
-def _lookup(number: int) -> Case | None:
-    if number < 8:
-        return None
-
+def _lookup(number: int) -> Case:
     def picked(x):
         return jnp.take_along_axis(x, jnp.argsort(x, axis=1), axis=1)
 
@@ -189,7 +106,6 @@ def _lookup(number: int) -> Case | None:
         (PartitionSpec(None, "model"), _ROWS),
         {"data": data, "sequence": 2, "model": 2},
         expected=lambda w, x: picked(jnp.tile(w, (data, 1)) * x),
-        runs=False,
     )
 
 
@@ -320,11 +236,10 @@ def _branch(number: int) -> Case:
         (_ROWS, PartitionSpec()),
         {"data": data, "model": 2},
         expected=lambda x, w: ((x[:ragged] @ w) ** 2).sum(),
-        runs=False,
     )
 
 
-_CASES: dict[str, Callable[[int], Case | None]] = {
+CASES: dict[str, Callable[[int], Case]] = {
     "Lookup among replicas": _lookup,
     "Write at one place after a move": _write,
     "Scatter of unevenly split rows": _scatter,
@@ -335,8 +250,3 @@ _CASES: dict[str, Callable[[int], Case | None]] = {
     "Reductions by a function": _reduction,
     "Rows exchanged in a branch": _branch,
 }
-
-
-def programs() -> Iterator[str]:
-    """The names of the faults that have a program."""
-    yield from _CASES
