@@ -34,7 +34,6 @@ def compiled_for_tpu(strategy, function, args, topology):
         tokens=0,
         layer_names=frozenset(),
         overstated=False,
-        steps_per_execution=1,
         steps=1,
         ready_bytes=0,
         seconds=0.0,

@@ -218,9 +218,36 @@ def test_options_of_compile_lower():
         return mlp(optimizer, steps_per_execution=4)
 
     lowered = lower(build, _slice(), batch_size=8)
-    assert lowered.steps_per_execution == 4
+    assert lowered.steps == 4
     # weights, two moments, accumulator, average
     assert lowered.state.optimizer > 4 * 4 * (64 * 256 + 256 * 8) // 2
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel"),
+        pytest.param(
+            ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", topology="v5e:2x4"),
+            marks=pytest.mark.tpu_compiler,
+        ),
+    ],
+    ids=["cpu", "libtpu"],
+)
+def test_a_launch_of_several_steps_is_compiled_and_its_costs_are_of_one_step(on):
+    def build(steps):
+        return mlp("adam", steps_per_execution=steps)
+
+    one, four = (dry_run(lambda n=n: build(n), on, batch_size=61) for n in (1, 4))
+    assert four.state.inputs == 4 * one.state.inputs
+    assert four.state.lasting == one.state.lasting
+    assert four.memory["arguments"] - one.memory["arguments"] >= 3 * one.state.inputs
+    assert four.cost.flops == one.cost.flops
+    moved = [sum(c.bytes * c.times for c in run.cost.collectives) for run in (one, four)]
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+    assert "a launch of 4 steps was compiled, as fit makes it" in str(four)
+    if one.estimate is not None:
+        assert four.estimate.step == pytest.approx(one.estimate.step, rel=0.5)
 
 
 @pytest.mark.parametrize("kind", ["one", "list", "dict", "function"])
@@ -1002,7 +1029,7 @@ def test_quick_becomes_exact_near_the_limit(monkeypatch, build, share, gigabytes
     assert run.effort == efforts[-1]
     assert run.fits is (error is None)
     assert ("this is the exact one" in str(run)) == (len(efforts) == 2)
-    assert "one of 4 steps per execution" in str(run)
+    assert "a launch of 4 steps was compiled, as fit makes it" in str(run)
     assert run.compile_cpu_seconds == 2.0 * (len(efforts) + bool(error))
 
 

@@ -89,8 +89,7 @@ class Lowered:
         layer_names: Names of the model's layers.
         overstated: Whether the program has loops or convolutions. Quick compilation reports up to
             three times too much memory for these.
-        steps_per_execution: From `compile`.
-        steps: How many steps the program has.
+        steps: How many steps the program has: a launch of `fit`.
         ready_bytes: Bytes on one device of further batches, which training transfers ahead.
         seconds: Time to build and lower.
         findings: Mistakes in the layouts.
@@ -117,7 +116,6 @@ class Lowered:
     tokens: int
     layer_names: frozenset[str]
     overstated: bool
-    steps_per_execution: int
     steps: int
     ready_bytes: int
     seconds: float
@@ -171,15 +169,15 @@ def lower(
     batch_size: int,
     mode: str = "train",
     platform: str = "tpu",
-    steps: int = 1,
+    steps: int | None = None,
     to_run: bool = False,
 ) -> Lowered:
-    """Builds a model without memory and lowers its step for the strategy's mesh.
+    """Builds a model without memory and lowers a launch of it for the strategy's mesh.
 
     See `keras_tpu_dist.dry_run` for the arguments.
 
     Args:
-        steps: Steps of the program. Several are one launch; 0 for `steps_per_execution`.
+        steps: Steps of the launch; by default `steps_per_execution`, the most that it may be.
         to_run: Whether the program is to be run on simulated devices.
 
     Returns:
@@ -200,14 +198,22 @@ def lower(
         # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
-        held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
-        per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
+        ahead = strategy.runner.prefetch * state_bytes(state, kind, placed).inputs
         loop = None
         if mode == "generate":
+            steps, ahead = 1, 0
+            held = state_bytes(state, kind, placed)
             step, state, loop = _generating(model, placer, state, placed)
         else:
-            step, placed = _launched(model, placer, kind, placed, donate, steps or per_launch)
+            per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
+            steps = steps or per_launch
+            if steps > 1:
+                placed = placer.describe_many(placed, steps)
+            step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
+            held = state_bytes(state, kind, placed)
+            # The batches of the next launch are transferred meanwhile.
+            ahead = ahead if steps == 1 else held.inputs
         exported = export_step(step, state, placed, platform, notes)
         flops = _flops(model, batch, mode, notes)
         return Lowered(
@@ -220,10 +226,9 @@ def lower(
             rows=operator.index(batch_size),
             tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
-            overstated=_is_overstated(exported),
-            steps_per_execution=per_launch,
-            steps=steps or per_launch,
-            ready_bytes=_batches_ready(strategy, per_launch, mode) * held.inputs,
+            overstated=_is_overstated(exported, steps),
+            steps=steps,
+            ready_bytes=ahead,
             seconds=time.perf_counter() - started,
             findings=_findings(strategy, model, batch_size),
             notes=tuple(notes),
@@ -232,27 +237,6 @@ def lower(
             launch=_launch(step, state, placed, exported, batch) if to_run else None,
             **_of_platform(strategy, platform),
         )
-
-
-def _launched(
-    model: keras.Model,
-    placer: BatchPlacer,
-    kind: str,
-    placed: PlacedBatch,
-    donate: bool,
-    steps: int,
-) -> tuple[Callable, PlacedBatch]:
-    """The program of one launch, and its batch."""
-    step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
-    return step, placer.describe_many(placed, steps) if steps > 1 else placed
-
-
-def _batches_ready(strategy: Strategy, steps: int, mode: str) -> int:
-    """How many batches the devices hold besides that of the step."""
-    if mode == "generate":
-        return 0
-    # A launch of N steps has N batches on the devices, and the next N are transferred meanwhile.
-    return strategy.runner.prefetch if steps == 1 else 2 * steps - 1
 
 
 def _generating(
@@ -530,10 +514,13 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
 
 
-def _is_overstated(exported: jax.export.Exported) -> bool:
+def _is_overstated(exported: jax.export.Exported, steps: int) -> bool:
     # These are the names of operations in MLIR's bytecode.
-    names = (b"while", b"convolution")
-    return any(name in exported.mlir_module_serialized for name in names)
+    serialized = exported.mlir_module_serialized
+    if b"convolution" in serialized or b"while" not in serialized:
+        return b"convolution" in serialized
+    # The loop over steps stores nothing for gradients, which is what is overstated.
+    return steps == 1 or exported.mlir_module().count("stablehlo.while") > 1
 
 
 def _launch(

@@ -579,7 +579,7 @@ class CollectiveGroup:
         overlapped: Whether the compiler overlaps them with other work.
         layer: The Keras layer they come from.
         bytes: Bytes of their arrays in one step.
-        times: How often they run in one step.
+        times: How often they run in one step; see `Collective`.
         seconds: Their time in one step at the links' full speed.
     """
 
@@ -588,8 +588,8 @@ class CollectiveGroup:
     network: str
     overlapped: bool
     layer: str
-    bytes: int
-    times: int
+    bytes: float
+    times: float
     seconds: float
 
 
@@ -627,7 +627,7 @@ def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]
             ",".join(e.axes) or "-",
             e.network,
             f"{e.bytes / 1e6:,.3f}",
-            str(e.times),
+            f"{e.times:g}",
             duration_text(e.seconds) if e.seconds else "-",
             "yes" if e.overlapped else "no",
             e.layer,
@@ -851,7 +851,7 @@ def _collectives(run: DryRun) -> Iterator[str]:
             ", ".join(e.axes) or "-",
             e.network,
             TableCell(size_text(e.bytes), e.bytes),
-            TableCell(str(e.times), e.times),
+            TableCell(f"{e.times:g}", e.times),
             TableCell(duration_text(e.seconds) if e.seconds else "-", e.seconds),
             "yes" if e.overlapped else "no",
             e.layer,
@@ -893,7 +893,7 @@ def _caption(run: DryRun, torus: Torus, axes: tuple[str, ...], group: list[Colle
         total[1] += e.bytes
         total[2] += e.seconds
     lines = [
-        f"{times} {kind} over {network}, {size_text(moved)} per step"
+        f"{times:g} {kind} over {network}, {size_text(moved)} per step"
         + (f", {duration_text(seconds)} at full speed" if seconds else "")
         for (kind, network), (times, moved, seconds) in kinds.items()
     ]

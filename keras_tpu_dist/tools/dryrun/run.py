@@ -405,12 +405,15 @@ def _report(
 
 
 def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
-    """Notes about memory of training that one step does not show."""
+    """Notes about memory of training that one launch does not show, and what a launch is."""
     if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
         ready = size_text(lowered.ready_bytes)
         yield f"besides, training holds {ready} of other batches on each device"
-    if lowered.steps_per_execution > 1:
-        yield f"all figures are for one of {lowered.steps_per_execution} steps per execution"
+    if (steps := lowered.steps) > 1:
+        yield (
+            f"a launch of {steps} steps was compiled, as fit makes it: the memory is the launch's, "
+            f"with {steps} batches; times, operations and collectives are for one of its steps"
+        )
 
 
 def _uncounted(cost: ProgramCost) -> Iterator[str]:
@@ -433,7 +436,7 @@ def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> Pr
     if not compiled.text:
         return None
     wire = _wire(lowered, topology)
-    return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
+    return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names, steps=lowered.steps)
 
 
 def _estimated(lowered: Lowered, cost: ProgramCost | None, verdict: Compiled) -> Estimate | None:

@@ -1,7 +1,7 @@
 """A compiled program's cost per step, loops included, by Keras layer."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
@@ -153,6 +153,7 @@ def analyze(
     *,
     wire: Wire | None = None,
     layer_names: Iterable[str] = (),
+    steps: int = 1,
 ) -> ProgramCost:
     """Reads a compiled program's cost from its text.
 
@@ -163,9 +164,10 @@ def analyze(
         wire: The mesh the program was compiled for. Without it, collectives have no axes and no
             times, and kernels for which the compiler reports no cycles have none.
         layer_names: Names of the model's layers.
+        steps: How many steps the program has.
 
     Returns:
-        A `ProgramCost`, per device and call of the program.
+        A `ProgramCost`, per device and step.
 
     Raises:
         ValueError: If the text is not a compiled program.
@@ -178,7 +180,33 @@ def analyze(
     >>> hlo.analyze(compiled.as_text()).flops == 2 * 64**3
     True
     """
-    return _analyzed(text, lambda program: _cost(program, wire, layer_names))
+    cost_of = _analyzed(text, lambda program: _cost(program, wire, layer_names))
+    return cost_of if steps == 1 else _of_a_step(cost_of, steps)
+
+
+def _of_a_step(cost_of: ProgramCost, steps: int) -> ProgramCost:
+    """The cost of one step of a launch. What runs once a launch counts with its share."""
+
+    def share(number: int) -> int:
+        return round(number / steps)
+
+    def of_layer(layer: LayerCost) -> LayerCost:
+        names = ("flops", "hbm_bytes", "cycles", "backward_cycles")
+        counts = {name: share(getattr(layer, name)) for name in names}
+        return replace(layer, **counts, link_seconds=layer.link_seconds / steps)
+
+    names = ("flops", "hbm_bytes", "cycles", "kernel_flops", "kernel_bytes", "silent_cycles")
+    counts: dict[str, Any] = {name: share(getattr(cost_of, name)) for name in names}
+    return replace(
+        cost_of,
+        **counts,
+        flops_by_rate=tuple((rate, share(flops)) for rate, flops in cost_of.flops_by_rate),
+        layers=tuple(map(of_layer, cost_of.layers)),
+        collectives=tuple(
+            replace(each, times=each.times / steps if each.times % steps else each.times // steps)
+            for each in cost_of.collectives
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Collective:
         axes: Mesh axes that it crosses.
         group_size: Devices that take part together.
         bytes: Bytes of the whole array that is reduced or gathered.
-        times: How often it runs per step.
+        times: How often it runs per step; a fraction if it runs once in a launch of several steps.
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
         sent_bytes: Bytes that one device sends in one run.
@@ -50,7 +50,7 @@ class Collective:
     axes: tuple[str, ...]
     group_size: int
     bytes: int
-    times: int
+    times: float
     asynchronous: bool
     network: str
     sent_bytes: float
