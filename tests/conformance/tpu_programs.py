@@ -19,7 +19,7 @@ from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.tools.checkup.bounds import largest
 from keras_tpu_dist.tools.dryrun.worker import parts
 from keras_tpu_dist.tools.hlo.parse import parse
-from keras_tpu_dist.tools.replay.execute import Program
+from keras_tpu_dist.tools.replay.execute import Simulated
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.tools.replay.run import ROUNDING_PASSES
 
@@ -63,7 +63,7 @@ class Replayed:
         lowered = jax.jit(exported.call, keep_unused=True).lower(*given, **named)
         compiled = lowered.compile(compiler_options=options)
         text = runnable(parse(whole_text(compiled)), there.size)
-        program = Program(text, parts(compiled, exported, list(there.devices.flat)))
+        program = Simulated(text, parts(compiled, exported, list(there.devices.flat)))
         return functools.partial(self._run, program, exported)
 
     def _run(self, program, exported, leaves):

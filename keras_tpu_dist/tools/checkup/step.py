@@ -69,7 +69,7 @@ class _Ran:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Compared:
     """The result of a comparison.
 
     Args:
@@ -115,7 +115,7 @@ def compared(
     *,
     steps: int = 1,
     gradients: bool = False,
-) -> Outcome:
+) -> Compared:
     """Compares a launch of a model's training on the mesh with stock Keras on one device.
 
     Args:
@@ -129,10 +129,10 @@ def compared(
     with aside(), _run(bench, model, given, steps, gradients) as ran:
         problems = list(_different(bench, ran.step)) or list(_unsteady(bench, ran))
         if problems:
-            return Outcome(tuple(problems))
+            return Compared(tuple(problems))
         expected, limits, why = _expected(bench, model, ran)
         if why:
-            return Outcome(why_not=why)
+            return Compared(why_not=why)
         return _judged(bench, ran, expected, limits)
 
 
@@ -211,7 +211,7 @@ def _expected(
     return expected, limits, ""
 
 
-def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[float]) -> Outcome:
+def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[float]) -> Compared:
     """The devices with wrong results, and the largest difference."""
     mine: dict[int, list] = {}
     worst = 0.0
@@ -224,7 +224,7 @@ def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[fl
                 mine.setdefault(part.device.id, []).append([off, limit, name])
     shown = {n: sorted(each, reverse=True)[:_MOST_NAMED] for n, each in mine.items()}
     every = bench.by_device("results of the step", shown)
-    return Outcome((_differs(bench, every),) if every else (), worst)
+    return Compared((_differs(bench, every),) if every else (), worst)
 
 
 def _differs(bench: Bench, every: dict[int, list]) -> Problem:

@@ -202,20 +202,16 @@ def lower(
         ahead = strategy.runner.prefetch * state_bytes(state, kind, placed).inputs
         loop = None
         if mode == "generate":
-            steps, ahead = 1, 0
-            held = state_bytes(state, kind, placed)
+            steps, ahead, held = 1, 0, state_bytes(state, kind, placed)
             step, state, loop = _generating(model, placer, state, placed)
         else:
-            per_launch = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
-            steps = steps or per_launch
-            if steps > 1:
-                placed = placer.describe_many(placed, steps)
+            steps = steps or _steps_of(model)
+            placed = placer.describe_many(placed, steps) if steps > 1 else placed
             step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
             held = state_bytes(state, kind, placed)
             # The batches of the next launch are transferred meanwhile.
             ahead = ahead if steps == 1 else held.inputs
         exported = export_step(step, state, placed, platform, notes)
-        flops = _flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -231,12 +227,17 @@ def lower(
             ready_bytes=ahead,
             seconds=time.perf_counter() - started,
             findings=_findings(strategy, model, batch_size),
-            notes=tuple(notes),
-            model_flops=flops,
+            model_flops=_flops(model, batch, mode, notes),
+            notes=tuple(notes),  # with what the lines above have added
             tokens_loop=loop,
             launch=_launch(step, state, placed, exported, batch) if to_run else None,
             **_of_platform(strategy, platform),
         )
+
+
+def _steps_of(model: keras.Model) -> int:
+    """The steps of a launch of `fit`, or the most that it may choose."""
+    return MOST_STEPS if model.steps_per_execution == "auto" else model.steps_per_execution
 
 
 def _generating(

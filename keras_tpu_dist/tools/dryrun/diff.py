@@ -85,7 +85,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
     if a.cost and b.cost:
         rows.append(_row("operations", a.cost.flops, b.cost.flops, lambda n: f"{n / 1e9:,.3f} G"))
         counts = [sum(c.times for c in cost.collectives) for cost in (a.cost, b.cost)]
-        rows.append(_row("collectives per step", *counts, "{:g}".format))
+        rows.append(_row("collectives per step", counts[0], counts[1], "{:g}".format))
         rows += _layer_rows(a, b)
     return Diff(tuple(rows))
 

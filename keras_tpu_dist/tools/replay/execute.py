@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Program:
+class Simulated:
     """A program that runs on simulated devices.
 
     Args:
@@ -70,7 +70,7 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
     """Runs launches of some programs, one after the other.
 
     Args:
-        job: What a `Program` needs, and
+        job: What a `Simulated` needs, and
             - `"texts"`: the programs, all with the same arguments and results;
             - `"arguments"`: the arguments of each launch; `None` for one that is a result of the
               launch before;
@@ -88,7 +88,7 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
     results: list[Any] = []
     for text in job["texts"]:
         try:
-            program, found = Program(text, job), []
+            program, found = Simulated(text, job), []
             for launch in job["arguments"]:
                 found = program.launch(
                     [
