@@ -209,8 +209,7 @@ def lower(
             placed = placer.describe_many(placed, steps) if steps > 1 else placed
             step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
             held = state_bytes(state, kind, placed)
-            # The batches of the next launch are transferred meanwhile.
-            ahead = ahead if steps == 1 else held.inputs
+            ahead = ahead if steps == 1 else held.inputs  # of the next launch
         exported = export_step(step, state, placed, platform, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -228,7 +227,7 @@ def lower(
             seconds=time.perf_counter() - started,
             findings=_findings(strategy, model, batch_size),
             model_flops=_flops(model, batch, mode, notes),
-            notes=tuple(notes),  # with what the lines above have added
+            notes=tuple(notes),
             tokens_loop=loop,
             launch=_launch(step, state, placed, exported, batch) if to_run else None,
             **_of_platform(strategy, platform),
