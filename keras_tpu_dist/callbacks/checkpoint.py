@@ -9,7 +9,8 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
-from keras_tpu_dist.checkpoint.store import Store, folder, new_run
+from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
+from keras_tpu_dist.checkpoint.store import new_run
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message
@@ -131,11 +132,7 @@ class Checkpoint(keras.callbacks.Callback):
         """The train steps that have a complete checkpoint, the newest last."""
         if not folder(self.directory).is_dir():
             return []
-        store = Store(self.directory, read_only=True, alone=True)
-        try:
-            return store.steps
-        finally:
-            store.close()
+        return CheckpointReader(self.directory, alone=True).steps
 
     # After a batch it only counts, so Keras need not wait for it.
     async_safe = True

@@ -283,11 +283,11 @@ class FitCheckpoints:
         trained = has_trained(fit.trainer.optimizer)
         report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
         training = manifest.training
-        if trained and "compiled" in training:
+        if trained:
             self._compiled = replace(self._compiled, rate=training["compiled"]["rate"])
         place.step = place.saved_step = training["step"]
         # If a callback stopped training, nothing is left to do.
-        reached = training.get("reached")
+        reached = training["reached"]
         stopped = (training["stopped"] and not training["done"]) or reached is not None
         stopped &= not goes_beyond(fit.callbacks, reached)
         position, done = own_position(training["positions"]), training["done"]
@@ -310,7 +310,7 @@ class FitCheckpoints:
             shuffle_from(position, place.epoch)
         if fit.control is not None:
             fit.control.begin_at = resumed.position
-        self.run = training.get("run", self.run)
+        self.run = manifest.run
         if resumed.epoch < fit.epochs:
             logged(self.store.go_on)
         self._log(manifest, resumed)
@@ -507,7 +507,7 @@ class FitCheckpoints:
         training = resumed.manifest.training
         # A callback may have loaded another state, and set another first epoch.
         _keras.begin_at_epoch(fit.trainer, resumed.epoch)
-        note_swapped(fit.callbacks, training.get("swapped", False))
+        note_swapped(fit.callbacks, training["swapped"])
         self.put_back(log=True)
         give_back_history(fit.trainer.history, resumed.history_at_end or training["history"])
         if fit.control is None and resumed.position is not None:

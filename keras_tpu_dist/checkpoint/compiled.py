@@ -90,7 +90,7 @@ def follow_compiled(
         optimizer: The optimizer.
         compiled: How it was compiled, noted before loading.
         trained: Whether it had trained then.
-        saved: `CompiledOptimizer.to_dict` of the run that was saved; `None` in older checkpoints.
+        saved: `CompiledOptimizer.to_dict` of the run that was saved; `None` if it is unknown.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if saved is None:

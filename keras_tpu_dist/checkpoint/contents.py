@@ -13,10 +13,9 @@ from keras_tpu_dist.checkpoint.names import (
     OPTIMIZER,
     SLOTS,
     WEIGHTS,
-    canonical,
     without_numbers,
 )
-from keras_tpu_dist.checkpoint.store import Store, none_in
+from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.text import size_text, text_table
 
@@ -104,11 +103,8 @@ def contents(directory: str | os.PathLike) -> Contents:
     Raises:
         CheckpointError: If it does not exist.
     """
-    store = Store(directory, read_only=True)
-    try:
-        return Contents(store.directory, tuple(_row(store, step) for step in store.steps))
-    finally:
-        store.close()
+    reader = CheckpointReader(directory)
+    return Contents(reader.directory, tuple(_row(reader, step) for step in reader.steps))
 
 
 def difference(first: str | os.PathLike, second: str | os.PathLike) -> Difference:
@@ -132,9 +128,9 @@ def difference(first: str | os.PathLike, second: str | os.PathLike) -> Differenc
     )
 
 
-def _row(store: Store, step: int) -> CheckpointRow:
+def _row(reader: CheckpointReader, step: int) -> CheckpointRow:
     try:
-        manifest = store.manifest(step)
+        manifest = reader.manifest(step)
     except CheckpointError as error:
         return CheckpointRow(step, problem=str(error))
     sizes = {kind: _bytes(manifest, kind) for kind in (WEIGHTS, SLOTS, OPTIMIZER)}
@@ -172,23 +168,17 @@ def _bytes(manifest: Manifest, kind: str) -> int:
 
 
 def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
-    store = Store(directory, read_only=True)
-    try:
-        steps = store.steps_of_run
-        if not steps:
-            raise none_in(store.directory)
-        manifest = store.manifest(steps[-1])
-    finally:
-        store.close()
+    reader = CheckpointReader(directory)
+    steps = reader.steps_of_run
+    if not steps:
+        raise none_in(reader.directory)
+    manifest = reader.manifest(steps[-1])
     found: dict[str, Saved] = {}
     seen: Counter[str] = Counter()
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
         for saved in manifest.arrays.get(kind, ()):
             # Without Keras's numbers, which differ between processes; equal names get a number.
-            path = saved.entry.path
-            # An older manifest does not tell which numbers are Keras's.
-            known = manifest.automatic
-            path = canonical(path) if known is None else without_numbers(path, known)
+            path = without_numbers(saved.entry.path, manifest.automatic or ())
             name = "/".join(filter(None, (kind, saved.entry.slot, path)))
             seen[name] += 1
             found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = saved

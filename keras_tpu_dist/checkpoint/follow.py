@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from keras_tpu_dist.checkpoint.keeping import has_ended
-from keras_tpu_dist.checkpoint.store import Store, checkpoint_errors, folder
+from keras_tpu_dist.checkpoint.reader import CheckpointReader, checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_seconds, checked_path
 from keras_tpu_dist.processes.channel import agree
 
@@ -53,37 +53,28 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
 def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
     # The time of writing comes first: a run may return to an earlier step.
     last, since_s = [0.0, -1], time.monotonic()
-    store: Store | None = None
-    try:
-        while True:
-            if store is None and folder(directory).is_dir():
-                store = Store(directory, read_only=True, alone=True)
-            # Read before the time and the agreement: a run that ends meanwhile has one more
-            # checkpoint.
-            newest, ended = _newest(store)
-            late = timeout_s is not None and time.monotonic() - since_s > timeout_s
-            newest, ended, late = agree(
-                "looking for new checkpoints",
-                _FIX,
-                [newest, ended, late],
-                [[float, int], bool, bool],
-            )[0]
-            if newest > last:
-                yield newest[1]
-                last, since_s = newest, time.monotonic()
-            elif ended or late:
-                return
-            else:
-                time.sleep(_POLL_S)
-    finally:
-        if store is not None:
-            store.close()
-
-
-def _newest(store: Store | None) -> tuple[list, bool]:
-    """When the newest checkpoint was written and its step, and whether the run ended with it."""
-    at_s, step = (0.0, -1) if store is None else store.newest
-    if store is None or step < 0:
-        return [at_s, step], False
-    with checkpoint_errors(store.directory, "read"):
-        return [at_s, step], has_ended(folder(store.directory) / str(step))
+    reader: CheckpointReader | None = None
+    while True:
+        if reader is None and folder(directory).is_dir():
+            reader = CheckpointReader(directory, alone=True)
+        # Read before the time and the agreement: a run that ends meanwhile has one more
+        # checkpoint.
+        at_s, step = (0.0, -1) if reader is None else reader.newest
+        ended = False
+        if step >= 0:
+            with checkpoint_errors(directory, "read"):
+                ended = has_ended(folder(directory) / str(step))
+        late = timeout_s is not None and time.monotonic() - since_s > timeout_s
+        newest, ended, late = agree(
+            "looking for new checkpoints",
+            _FIX,
+            [[at_s, step], ended, late],
+            [[float, int], bool, bool],
+        )[0]
+        if newest > last:
+            yield newest[1]
+            last, since_s = newest, time.monotonic()
+        elif ended or late:
+            return
+        else:
+            time.sleep(_POLL_S)

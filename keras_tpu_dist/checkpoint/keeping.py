@@ -11,7 +11,6 @@ checkpoint.
 """
 
 import contextlib
-import datetime
 import hashlib
 import json
 import logging
@@ -46,53 +45,24 @@ class Known:
 
     Attributes:
         whole: Whether its manifest can be read.
-        finite: Whether all numbers of its weights are finite; unknown, and therefore true, for
-            version 0.2 and before.
+        finite: Whether all numbers of its weights are finite.
         metrics: Metrics to choose the best checkpoint by.
-        at_s: The time of its writing, in seconds since 1970, if known; that of its manifest's file
-            if it cannot be read.
-        run: The id of its run, if known.
+        at_s: The time of its writing, in seconds since 1970; that of its manifest's file if it
+            cannot be read.
+        run: The id of its run; `None` if it cannot be read.
         problem: Why it cannot be read, or `""`.
     """
 
     whole: bool
     finite: bool = True
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    at_s: float | None = None
+    at_s: float = 0.0
     run: str | None = None
     problem: str = ""
 
 
-def written_at_s(written: Mapping[str, Any]) -> float | None:
-    """The time of a checkpoint's writing, in seconds since 1970, or `None` if unknown.
-
-    Args:
-        written: The manifest's `written`.
-    """
-    try:
-        return datetime.datetime.fromisoformat(str(written.get("at"))).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def written_after(written: Mapping[str, Any], after_s: float) -> dict[str, Any]:
-    """A manifest's `written` with a later time, if its own is not later than another one.
-
-    Args:
-        written: The manifest's `written`.
-        after_s: The other time, in seconds since 1970.
-    """
-    if (written_at_s(written) or after_s + 1.0) > after_s:
-        return dict(written)
-    before = datetime.datetime.fromtimestamp(after_s, datetime.UTC)
-    later = before + datetime.timedelta(microseconds=1)
-    return {**written, "at": later.isoformat(timespec="microseconds")}
-
-
 def in_order(known: Mapping[int, Known]) -> list[int]:
     """The steps by their time of writing, the newest last.
-
-    A checkpoint whose manifest has no time is placed after the one with the next lower step.
 
     Args:
         known: The facts about all checkpoints.
@@ -102,12 +72,7 @@ def in_order(known: Mapping[int, Known]) -> list[int]:
     >>> in_order({1: Known(True, at_s=7.0), 2: Known(True, at_s=9.0), 3: Known(True, at_s=8.0)})
     [1, 3, 2]
     """
-    keys, at_s = [], 0.0
-    for step in sorted(known):
-        written_s = known[step].at_s
-        at_s = at_s if written_s is None else written_s
-        keys.append((at_s, step))
-    return [step for _, step in sorted(keys)]
+    return sorted(known, key=lambda step: (known[step].at_s, step))
 
 
 def of_other_runs(known: Mapping[int, Known]) -> list[int]:
@@ -163,23 +128,17 @@ def staying(
         # Of equal ones the newest.
         stay |= {step for _, step in sorted(judged, key=lambda pair: pair[0])[-1:]}
     if every_s is not None:
-        stay |= _spaced([(step, known[step].at_s) for step in whole], every_s)
+        # Counted from the first checkpoint, which stays, too. If we counted from the oldest
+        # existing one, the choice would shift with every deletion.
+        last_s = -float("inf")
+        for step in whole:
+            if known[step].at_s - last_s >= every_s:
+                stay.add(step)
+                last_s = known[step].at_s
     # An unreadable checkpoint may be a temporary fault of the disk, so it stays until newer ones
     # replace it.
     oldest = min(map(order.index, stay))
     return stay | set(order[oldest:]) - set(whole)
-
-
-def _spaced(written: Iterable[tuple[int, float | None]], every_s: float) -> set[int]:
-    # Counted from the first checkpoint, which stays, too. If we counted from the oldest existing
-    # one, the choice would shift with every deletion.
-    stay: set[int] = set()
-    last_s = -float("inf")
-    for step, now_s in written:
-        if now_s is not None and now_s - last_s >= every_s:
-            stay.add(step)
-            last_s = now_s
-    return stay
 
 
 def whole_steps(root: Any, local: bool) -> list[int]:

@@ -27,14 +27,14 @@ from keras_tpu_dist.checkpoint.names import (
     same_kind,
     unmatched_text,
 )
-from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
-from keras_tpu_dist.checkpoint.store import (
-    check_stored,
+from keras_tpu_dist.checkpoint.reader import (
+    CheckpointReader,
     checkpoint_errors,
+    flat,
     folder,
     orbax,
-    restore_request,
 )
+from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import matches
 
@@ -289,43 +289,36 @@ def is_directory_of_keras(directory: str | os.PathLike) -> bool:
     )
 
 
-class KerasDirectory:
-    """The checkpoints of `keras.callbacks.OrbaxCheckpoint`; see `Store`.
+class KerasDirectory(CheckpointReader):
+    """The checkpoints of `keras.callbacks.OrbaxCheckpoint`.
 
     Keras saves arrays by the paths of variables, without checksums, so damaged values are not
     detected.
 
     Args:
         directory: The callback's directory, or one of the checkpoints in it.
-        alone: See `Store`.
-
-    Attributes:
-        directory: The directory's absolute path.
-        alone: See `Store`.
+        alone: See `CheckpointReader`.
     """
-
-    def __init__(self, directory: str | os.PathLike, *, alone: bool = False):
-        self._path, self.alone = folder(directory), alone
-        self.directory = os.fspath(self._path)
 
     @property
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, the newest last."""
         if self._is_one:
-            return [int(self._path.name) if self._path.name.isdigit() else 0]
+            return [int(self._root.name) if self._root.name.isdigit() else 0]
         with checkpoint_errors(self.directory, "read"):
-            return sorted(orbax().utils.checkpoint_steps(self._path))
+            return sorted(orbax().utils.checkpoint_steps(self._root))
 
     @property
     def steps_of_run(self) -> list[int]:
-        """See `Store`; Keras notes no run."""
+        """See `CheckpointReader`; Keras notes no run."""
         return self.steps
 
-    def manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int, name: str = "") -> Manifest:
         """The manifest of a step's checkpoint.
 
         Args:
             step: The step.
+            name: Not used.
 
         Raises:
             CheckpointError: If it cannot be read.
@@ -334,7 +327,7 @@ class KerasDirectory:
             tree = orbax().PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
         arrays: dict[str, list[Saved]] = {kind: [] for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS)}
         for group, kind in _KINDS.items():
-            for path, leaf in _flat(tree.get(group) or {}):
+            for path, leaf in flat(tree.get(group) or {}):
                 entry = Entry(path, tuple(leaf.shape), str(leaf.dtype))
                 arrays[kind].append(Saved(entry, f"{group}/{path}", 0))
         arrays |= _slots_apart(arrays)
@@ -344,36 +337,8 @@ class KerasDirectory:
             written={"optimizer": optimizer.partition("/")[0]},
         )
 
-    def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
-        """Reads arrays straight into their shards.
-
-        Args:
-            step: The step.
-            wanted: See `Store.load`.
-
-        Raises:
-            CheckpointError: In all processes, if one cannot read an array.
-        """
-        if not wanted:
-            return []
-        what = f"reading checkpoint {step} of {self.directory}"
-        found = in_all(what, lambda: self._read(step, wanted), alone=self.alone)
-        return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]
-
-    def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> dict[str, Any]:
-        ocp = orbax()
-        target, how = restore_request(wanted)
-        restored = ocp.args.PyTreeRestore(
-            item=_nested(target), restore_args=_nested(how), partial_restore=True
-        )
-        with checkpoint_errors(self.directory, "read", step):
-            handler = ocp.PyTreeCheckpointHandler()
-            tree = handler.metadata(self._arrays(step)).tree
-            check_stored(dict(_flat(tree)), [saved for saved, _, _ in wanted])
-            return dict(_flat(handler.restore(self._arrays(step), args=restored)))
-
-    def close(self) -> None:
-        """Does nothing; `Store` has the same method."""
+    def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
+        """Checks nothing: there are no checksums."""
 
     @staticmethod
     def state_of(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
@@ -394,10 +359,10 @@ class KerasDirectory:
 
     @property
     def _is_one(self) -> bool:
-        return (self._path / _ARRAYS).is_dir()
+        return (self._root / _ARRAYS).is_dir()
 
     def _arrays(self, step: int) -> Any:
-        return (self._path if self._is_one else self._path / str(step)) / _ARRAYS
+        return (self._root if self._is_one else self._root / str(step)) / _ARRAYS
 
 
 def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
@@ -418,25 +383,6 @@ def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
 
 def _after(weight: str, slot: str) -> str:
     return slot.rpartition("/")[2].removeprefix(weight.replace("/", "_") + "_")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, node in tree.items():
-        if isinstance(node, Mapping):
-            yield from _flat(node, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", node
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parts, last = path.split("/")
-        inner = tree
-        for part in parts:
-            inner = inner.setdefault(part, {})
-        inner[last] = leaf
-    return tree
 
 
 def _path_of(saved: Saved) -> str:

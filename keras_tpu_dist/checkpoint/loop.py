@@ -37,7 +37,7 @@ from keras_tpu_dist.checkpoint.names import (
     numbered,
     unmatched_text,
 )
-from keras_tpu_dist.checkpoint.restore import agreed_manifest, agreed_steps, assign_saved
+from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
 from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path, known_words
@@ -233,25 +233,14 @@ class LoopCheckpoint:
         if step is not None:
             check_counts("LoopCheckpoint.restore", 0, step=step)
         finish(self._store.wait)
-        steps = agreed_steps(self._store, step)
+        noted = self._store.load_newest(self._load, step)
         if step is not None:
-            noted = self._load(step)
             self._store.set_later_aside(step)
-            return noted
-        errors = []
-        for each in reversed(steps):
-            try:
-                return self._load(each)
-            except CheckpointError as error:
-                errors.append(str(error))
-                logger.warning("%s Trying the previous checkpoint.", error)
-        if errors:
-            raise CheckpointError(" ".join(errors))
-        return {}
+        return noted or {}
 
     def _load(self, step: int) -> dict[str, Any]:
         store = self._store
-        manifest = agreed_manifest(store, step)
+        manifest = store.agreed_manifest(step)
         numbers, positions = _noted(manifest, step, store.directory)
         places = []
         for i, _ in enumerate(self._parts.datasets):
@@ -276,7 +265,7 @@ class LoopCheckpoint:
         _keras.set_global_seed(manifest.training.get("global_seed"))
         for dataset, place in zip(self._parts.datasets, places, strict=True):
             dataset.begin_at(place)
-        self._run = manifest.run or ""
+        self._run = manifest.run
         return {"step": step, **numbers}
 
     def close(self) -> None:
@@ -465,7 +454,7 @@ class _Parts:
     ) -> list[tuple[int, int, list[Entry], list[Entry]]]:
         """For each object, where its entries begin, here and in the checkpoint, and the entries.
 
-        Everything is one object if an older version saved it, or another number of objects.
+        Everything is one object if another number of objects was saved.
         """
         here = [[entry for entry, _ in own] for own in self._by_object()[kind]]
         there = manifest.entries(kind)

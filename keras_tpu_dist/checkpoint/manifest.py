@@ -1,10 +1,11 @@
 """The manifest of a checkpoint: its arrays by path, and the state of training."""
 
+import datetime
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +33,9 @@ OF_FIT = (
     "callbacks",
     "history",
     "global_seed",
+    "swapped",
+    "compiled",
+    "reached",
 )
 
 
@@ -77,7 +81,7 @@ class Manifest:
             (what layers keep beside their variables), `"extra"`.
         training: The state of training: epoch, batches, history, callbacks, random numbers.
         written: The versions and the mesh of the program that wrote it.
-        automatic: The names in paths that Keras gave; `None` if unknown. See
+        automatic: The names in paths that Keras gave; `None` if a callback of Keras saved. See
             `keras_tpu_dist.checkpoint.names.automatic_names`.
     """
 
@@ -93,18 +97,9 @@ class Manifest:
             "written": self.written,
             "training": self.training,
             "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
+            "automatic": sorted(self.automatic or ()),
         }
-        if self.automatic is not None:
-            content["automatic"] = sorted(self.automatic)
         return {"crc32": _crc32(content), **content}
-
-    def lacks(self, names: Iterable[str]) -> list[str]:
-        """The names that are missing in `training`.
-
-        Args:
-            names: The names to look for, such as `OF_FIT`.
-        """
-        return [name for name in names if name not in self.training]
 
     def entries(self, kind: str) -> list[Entry]:
         """The entries of a kind, in their order.
@@ -115,10 +110,14 @@ class Manifest:
         return [saved.entry for saved in self.arrays.get(kind, ())]
 
     @property
-    def run(self) -> str | None:
-        """The id of the run, if known."""
-        run = self.training.get("run")
-        return run if isinstance(run, str) and run else None
+    def run(self) -> str:
+        """The id of the run."""
+        return self.training["run"]
+
+    @property
+    def at_s(self) -> float:
+        """The time of its writing, in seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.written["at"]).timestamp()
 
     def objects(self, kind: str) -> list[tuple[str, int]]:
         """The names of the objects of a loop and the numbers of their arrays, in their order.
@@ -173,8 +172,7 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
             )
         )
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
-    automatic = frozenset(data["automatic"]) if "automatic" in data else None
-    return Manifest(arrays, data["training"], data["written"], automatic)
+    return Manifest(arrays, data["training"], data["written"], frozenset(data["automatic"]))
 
 
 def _check_version(data: Mapping, where: str) -> None:
@@ -206,8 +204,7 @@ def _row(saved: Saved) -> dict[str, Any]:
 
 
 def _saved(row: Mapping[str, Any]) -> Saved:
-    own = row["path"], tuple(row["shape"]), row["dtype"], row["slot"]
-    entry = Entry(*own, row.get("nth", 0))
+    entry = Entry(row["path"], tuple(row["shape"]), row["dtype"], row["slot"], row["nth"])
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]))
 
 
@@ -252,14 +249,23 @@ def _check(data: Mapping) -> None:
         _expect(isinstance(rows, list), f"arrays.{kind}", rows)
         for row in rows:
             _check_row(row)
-    automatic = data.get("automatic", [])
+    automatic = data.get("automatic")
     _expect(isinstance(automatic, list) and all(map(_is_name, automatic)), "automatic", automatic)
     written = data["written"]
     mesh = written.get("mesh", {})
     _expect(isinstance(mesh, dict) and all(map(_is_count, mesh.values())), "written.mesh", mesh)
     _expect(_is_count(written.get("processes", 1)), "written.processes", written.get("processes"))
+    _expect(_is_time(written.get("at")), "written.at", written.get("at"))
     _check_training(data["training"])
     _check_objects(data["training"].get("objects", {}), data["arrays"])
+
+
+def _is_time(text: Any) -> bool:
+    try:
+        datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError, OSError):
+        return False
+    return True
 
 
 def _check_objects(objects: Any, arrays: Mapping) -> None:
@@ -278,7 +284,7 @@ def _check_row(row: Any) -> None:
     for name in ("path", "dtype", "slot", "key"):
         _expect(_is_name(row.get(name)), name, row.get(name))
     for name in ("nth", "fingerprint"):
-        _expect(_is_count(row.get(name, 0 if name == "nth" else None)), name, row.get(name))
+        _expect(_is_count(row.get(name)), name, row.get(name))
     shape, axes = row.get("shape"), row.get("axes")
     sized = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
     _expect(sized and all(map(_is_count, shape)), "shape", shape)
@@ -300,6 +306,7 @@ def _is_dtype_of_numbers(name: str) -> bool:
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("epoch", "done", "step"), _is_count),
     **dict.fromkeys(("stopped", "swapped"), lambda value: isinstance(value, bool)),
+    "run": _is_name,
     "compiled": is_saved,
     "reached": lambda value: value is None or _is_count(value),
     "global_seed": lambda value: (
@@ -312,8 +319,8 @@ _KINDS: dict[str, Any] = {
 def _check_training(training: Mapping) -> None:
     """Checks the entries that exist: a `LoopCheckpoint` writes fewer of them."""
     for name, right in _KINDS.items():
-        if name in training:
-            _expect(right(training[name]), f"training.{name}", training[name])
+        if name in training or name == "run":
+            _expect(right(training.get(name)), f"training.{name}", training.get(name))
     for state in _listed(training, "callbacks"):
         _expect(isinstance(state, dict) and _is_name(state.get("class")), "callbacks", state)
         attributes = state.get("attributes", {})

@@ -1,6 +1,5 @@
 """Loads a checkpoint into a model on any mesh: all of it, or one clear error."""
 
-import contextlib
 import ctypes
 import itertools
 import logging
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkpoint.barriers import from_first, in_all
+from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.compiled import (
     begin_averages,
@@ -43,12 +42,11 @@ from keras_tpu_dist.checkpoint.names import (
     renamed,
     unmatched_text,
 )
+from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
-from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import patterns_of
-from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
 
@@ -115,13 +113,19 @@ def restore(
         _check_built(model)
         _check_of_files(step, pairs)
         return load_file(model, directory, strict, exclude, alone)
-    with _store(directory, alone) as store:
-        return load_newest(model, store, step, strict, exclude, pairs)[0]
+
+    def opened() -> CheckpointReader:
+        kind = KerasDirectory if is_directory_of_keras(directory) else CheckpointReader
+        return kind(directory, alone=alone)
+
+    what = f"opening {directory}"
+    reader = in_all(what, opened, lambda reader: type(reader).__name__, alone=alone)
+    return load_newest(model, reader, step, strict, exclude, pairs)[0]
 
 
 def load_newest(
     model: Any,
-    store: Store | KerasDirectory,
+    reader: CheckpointReader,
     step: int | None = None,
     strict: bool = True,
     exclude: tuple[str, ...] = (),
@@ -132,7 +136,7 @@ def load_newest(
 
     Args:
         model: The model.
-        store: The checkpoints.
+        reader: The checkpoints.
         step: The step, or `None`.
         strict: See `restore`.
         exclude: See `restore`.
@@ -144,106 +148,48 @@ def load_newest(
         CheckpointError: If none can be read.
     """
     _check_built(model)
-    steps = agreed_steps(store, step)
-    errors = []
-    for candidate in reversed(steps):
-        try:
-            return load(model, store, candidate, strict, exclude, rename, needs)
-        except CheckpointError as error:
-            errors.append(str(error))
-            if step is None:
-                logger.warning("%s Trying the previous checkpoint.", error)
-    raise CheckpointError(" ".join(errors)) if errors else none_in(store.directory)
+
+    def load(candidate: int) -> tuple[Restored, Manifest]:
+        manifest = reader.agreed_manifest(candidate)
+        _check_has(manifest, needs, f"Checkpoint {candidate} of {reader.directory!r}")
+        return _load(model, reader, candidate, manifest, strict, exclude, rename), manifest
+
+    found = reader.load_newest(load, step)
+    if found is None:
+        raise none_in(reader.directory)
+    return found
 
 
-def agreed_steps(store: Store | KerasDirectory, step: int | None = None) -> list[int]:
-    """The steps of the newest run, the newest last; for all processes what process 0 sees.
-
-    Args:
-        store: The checkpoints.
-        step: The only step to use, of any run.
-
-    Raises:
-        CheckpointError: In all processes, if the directory cannot be read, or lacks `step`.
-    """
-    what = f"looking for checkpoints in {store.directory}"
-
-    def read() -> list[int]:
-        return store.steps_of_run if step is None else store.steps
-
-    steps = from_first(what, read, ListOf(int), alone=store.alone)
-    if step is None or step in steps:
-        return steps if step is None else [step]
-    raise CheckpointError(
-        message(
-            f"There is no checkpoint {step} in {store.directory!r}.",
-            received={"step": step},
-            fix=f"There are: {steps}.",
-        )
-    )
-
-
-def agreed_manifest(store: Store | KerasDirectory, step: int) -> Manifest:
-    """The manifest of a step's checkpoint, the same in all processes.
-
-    Args:
-        store: The checkpoints.
-        step: The step.
-
-    Raises:
-        CheckpointError: In all processes, if one cannot read it.
-        ValueError: If they read different ones.
-    """
-    what = f"reading the manifest of checkpoint {step} of {store.directory}"
-    return in_all(
-        what,
-        lambda: store.manifest(step),
-        lambda manifest: f"crc32 {manifest.to_json()['crc32']}",
-        alone=store.alone,
-    )
-
-
-def load(
-    model: Any,
-    store: Store | KerasDirectory,
-    step: int,
-    strict: bool,
-    exclude: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-    needs: tuple[str, ...] = (),
-) -> tuple[Restored, Manifest]:
-    """Loads the checkpoint of a step. See `restore`.
-
-    Args:
-        model: The model.
-        store: The checkpoints.
-        step: The step.
-        strict: See `restore`.
-        exclude: See `restore`.
-        rename: See `restore`.
-        needs: See `load_newest`.
-
-    Raises:
-        ValueError: See `restore`.
-        CheckpointError: If it cannot be read.
-    """
-    manifest = agreed_manifest(store, step)
-    if lacking := manifest.lacks(needs):
+def _check_has(manifest: Manifest, needs: tuple[str, ...], where: str) -> None:
+    lacking = [name for name in needs if name not in manifest.training]
+    if lacking:
         raise CheckpointError(
             message(
-                f"Checkpoint {step} of {store.directory!r} has no state of a fit.",
+                f"{where} has no state of a fit.",
                 received=f"a manifest without {', '.join(lacking)}.",
                 fix="Load the weights alone: ktd.restore(model, directory).",
             )
         )
-    state = store.state_of(model)
+
+
+def _load(
+    model: Any,
+    reader: CheckpointReader,
+    step: int,
+    manifest: Manifest,
+    strict: bool,
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+) -> Restored:
+    where = f"checkpoint {step} of {reader.directory!r}"
+    state = reader.state_of(model)
     automatic = automatic_names([model])
     found = _weights_of(model, state, manifest, automatic, exclude, rename)
     if found is None:
-        raise ValueError(_one_of_several(store, step, model, manifest))
+        raise ValueError(_one_of_several(reader, step, model, manifest))
     weights, among = found
     if strict and not weights.complete:
-        raise ValueError(_misfit(store, step, weights, _is_old_loop(manifest)))
+        raise ValueError(_misfit(reader, step, weights))
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
     others = []
     optimizer = getattr(model, "optimizer", None)
@@ -251,35 +197,17 @@ def load(
     if weights.complete and not weights.kept:
         if manifest.arrays.get(OPTIMIZER):
             build_optimizer(model)
-        others = _others(optimizer, store.state_of(model), manifest, weights, automatic)
-    assign_saved(store, step, [*pairs, *others])
-    if any(saved.key.startswith(OPTIMIZER) for saved, _ in others):
+        others = _others(optimizer, reader.state_of(model), manifest, weights, automatic)
+    assign_saved(reader, step, [*pairs, *others])
+    has_optimizer = any(saved.key.startswith(OPTIMIZER) for saved, _ in others)
+    if has_optimizer:
         follow_compiled(optimizer, *before, manifest.training.get("compiled"))
         begin_averages(optimizer, {id(variable) for _, variable in others})
+    loaded = [variable for _, variable in pairs]
     load_beside(
-        [model],
-        manifest,
-        lambda wanted: store.load(step, wanted),
-        [variable for _, variable in pairs],
-        f"checkpoint {step} of {store.directory!r}",
-        rename,
-        among,
+        [model], manifest, lambda wanted: reader.load(step, wanted), loaded, where, rename, among
     )
     _keras.forget_state(model)
-    _log_renamed(model, weights)
-    report = Restored(
-        directory=store.directory,
-        step=step,
-        loaded=tuple(variable.path for _, variable in pairs),
-        kept=(*weights.kept, *weights.missing, *weights.reshaped),
-        unused=weights.unexpected,
-        renamed=weights.renamed,
-        optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
-    )
-    return report, manifest
-
-
-def _log_renamed(model: Any, weights: Matching) -> None:
     if weights.renamed:
         logger.info(
             "%d variables of %s were saved with other numbers in their names, and were matched in "
@@ -288,13 +216,22 @@ def _log_renamed(model: Any, weights: Matching) -> None:
             model.name,
             " is ".join(next(iter(weights.renamed.items()))),
         )
+    return Restored(
+        directory=reader.directory,
+        step=step,
+        loaded=tuple(variable.path for variable in loaded),
+        kept=(*weights.kept, *weights.missing, *weights.reshaped),
+        unused=weights.unexpected,
+        renamed=weights.renamed,
+        optimizer=has_optimizer,
+    )
 
 
-def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]]) -> None:
     """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
 
     Args:
-        store: The checkpoints.
+        reader: The checkpoints.
         step: The checkpoint's step.
         chosen: Saved arrays, with the variables that they are for.
 
@@ -308,7 +245,7 @@ def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Sa
             begin(f"{done} of {len(chosen)} variables loaded")
             wanted = [(saved, v.value.sharding, v.value.dtype) for saved, v in group]
             try:
-                values = store.load(step, wanted)
+                values = reader.load(step, wanted)
             except CheckpointError as error:
                 if not done:
                     raise
@@ -383,12 +320,10 @@ def _weights_of(
     return (found[chosen[0]], chosen) if len(chosen) == 1 else None
 
 
-def _one_of_several(
-    store: Store | KerasDirectory, step: int, model: Any, manifest: Manifest
-) -> str:
+def _one_of_several(reader: CheckpointReader, step: int, model: Any, manifest: Manifest) -> str:
     names = [name for name, _ in manifest.objects(WEIGHTS)]
     return message(
-        f"Checkpoint {step} of {store.directory!r} has {len(names)} models, and which one to load "
+        f"Checkpoint {step} of {reader.directory!r} has {len(names)} models, and which one to load "
         "must be clear: by the model's name, or because the weights of one alone fit.",
         received={"model": model.name, "saved models": names},
         fix="Load all as they were saved: ktd.LoopCheckpoint(directory, first, second).restore(). "
@@ -469,27 +404,16 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
     return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
 
 
-def _is_old_loop(manifest: Manifest) -> bool:
-    """Whether a loop saved it without noting which arrays are of which model."""
-    return "loop" in manifest.training and not manifest.objects(WEIGHTS)
-
-
-def _misfit(store: Store | KerasDirectory, step: int, weights: Matching, of_loop: bool) -> str:
+def _misfit(reader: CheckpointReader, step: int, weights: Matching) -> str:
     parts = [
         *unmatched_text(weights.missing, weights.unexpected),
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
-    fix = "Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
-    fix += "unchanged, or strict=False to load only matching weights."
-    if of_loop and weights.unexpected:
-        # Those of equal names may be another model's.
-        fix = "If a loop saved several models, load all of them as it did: "
-        fix += "ktd.LoopCheckpoint(directory, first, second).restore(). For one model, pass "
-        fix += "rename=[(pattern, replacement)] for other names, or exclude=[...]."
     return message(
-        f"Checkpoint {step} of {store.directory!r} must have exactly the weights of this model.",
+        f"Checkpoint {step} of {reader.directory!r} must have exactly the weights of this model.",
         received=f"{'; '.join(parts)}.",
-        fix=fix,
+        fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
+        "unchanged, or strict=False to load only matching weights.",
     )
 
 
@@ -542,18 +466,3 @@ def _check_built(model: Any) -> None:
                 fix="Add a keras.Input, or call model.build(input_shape).",
             )
         )
-
-
-@contextlib.contextmanager
-def _store(directory: str | os.PathLike, alone: bool) -> Iterator[Store | KerasDirectory]:
-    def opened() -> Store | KerasDirectory:
-        if is_directory_of_keras(directory):
-            return KerasDirectory(directory, alone=alone)
-        return Store(directory, read_only=True, alone=alone)
-
-    what = f"opening {os.fspath(directory)}"
-    store = in_all(what, opened, lambda store: type(store).__name__, alone=alone)
-    try:
-        yield store
-    finally:
-        store.close()

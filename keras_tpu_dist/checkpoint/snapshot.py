@@ -1,7 +1,6 @@
 """A model's training state for a checkpoint: arrays by key, and their manifest."""
 
 import copy
-import datetime
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +117,6 @@ def _written(model: Any) -> dict[str, Any]:
     value = next((v.value for v in model.weights), None)
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     return {
-        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
         "model": model.name,
         "optimizer": type(getattr(model, "optimizer", None)).__name__,
         "mesh": {} if mesh is None else dict(mesh.shape),

@@ -12,8 +12,8 @@ from helpers import assert_close, built, data
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
-from keras_tpu_dist.checkpoint import store
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint import reader
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 # 19 batches an epoch, the last one ragged: with N=4 launches of 4, 4, 4, 4, and 3 single steps.
 X, Y = data(4 * 18 + 3)
@@ -101,9 +101,8 @@ def _steps(folder):
 
 
 def _position(folder):
-    store = Store(folder, read_only=True)
+    store = CheckpointReader(folder)
     training = store.manifest(store.steps[-1]).training
-    store.close()
     return training["epoch"], training["done"]
 
 
@@ -317,12 +316,13 @@ def test_bad_arguments(arguments, words):
 
 
 def test_a_backup_in_a_bucket_is_seen_and_deleted(tmp_path, monkeypatch):
-    assert str(store.folder("gs://bucket/backup")) == "gs://bucket/backup"
-    bucket = store.folder(tmp_path / "bucket")
+    assert str(reader.folder("gs://bucket/backup")) == "gs://bucket/backup"
+    bucket = reader.folder(tmp_path / "bucket")
     for module in ("checkpoint", "backup"):
         monkeypatch.setattr(f"keras_tpu_dist.callbacks.{module}.folder", lambda path: bucket)
     monkeypatch.setattr(
-        "keras_tpu_dist.callbacks.checkpoint.Store", lambda *args, **options: Store(bucket)
+        "keras_tpu_dist.callbacks.checkpoint.CheckpointReader",
+        lambda *args, **options: CheckpointReader(bucket),
     )
     backup = BackupAndRestore("gs://bucket/backup")
     assert backup.steps == []

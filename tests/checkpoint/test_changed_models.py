@@ -16,7 +16,7 @@ quantizes = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantiz
 
 def saved(model, directory):
     """A checkpoint of a model as it is."""
-    training = {"epoch": 0, "done": 0, "step": 1}
+    training = {"epoch": 0, "done": 0, "step": 1, "run": "run7"}
     store = Store(directory)
     store.save(1, *snapshot(model, training, {}))
     store.close()

@@ -13,10 +13,9 @@ import pytest
 from helpers import loaded
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.callbacks import fit_checkpoints
 from keras_tpu_dist.checkpoint import keeping
 from keras_tpu_dist.checkpoint.keeping import Known, staying
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 disk = loaded(pathlib.Path(__file__).with_name("disk.py"), "checkpoint_disk")
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -63,7 +62,7 @@ def test_a_save_at_the_end_of_an_epoch_is_judged_not_deleted(tmp_path, said):
     fit(saved, epochs=3)
     assert saved.steps == [9]
     assert not [r for r in said.records if r.levelno >= logging.ERROR]
-    store = Store(tmp_path, read_only=True)
+    store = CheckpointReader(tmp_path)
     assert keeping.metrics_of(tmp_path / "9", store.manifest(9).training).keys() == {"loss"}
 
 
@@ -109,24 +108,9 @@ def test_a_directory_has_one_run(tmp_path, said):
     assert not said.text
     fit(ktd.callbacks.Checkpoint(tmp_path))
     assert "training goes on with the run of" in said.text
-    store = Store(tmp_path, read_only=True)
+    store = CheckpointReader(tmp_path)
     runs = {store.manifest(step).training["run"] for step in store.steps}
     assert len(runs) == 1
-
-
-def test_a_checkpoint_without_a_run_is_gone_on_with(tmp_path, monkeypatch, said):
-    stock = fit_checkpoints.snapshot
-
-    def older(model, training, extra):
-        kept = {k: v for k, v in training.items() if k not in ("run", "metrics")}
-        return stock(model, kept, extra)
-
-    monkeypatch.setattr(fit_checkpoints, "snapshot", older)
-    fit(ktd.callbacks.Checkpoint(tmp_path), epochs=1)
-    monkeypatch.undo()
-    saved = ktd.callbacks.Checkpoint(tmp_path)
-    fit(saved)
-    assert saved.steps == [3, 6]
 
 
 def test_two_at_once_are_refused(tmp_path):

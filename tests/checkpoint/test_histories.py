@@ -22,10 +22,10 @@ def test_a_folder_holds_what_it_should_after_each_event(seed, events):
 
 def test_a_wrong_folder_is_noticed(monkeypatch):
     """With the newest one by its number, as it was."""
-    from keras_tpu_dist.checkpoint import keeping, store
+    from keras_tpu_dist.checkpoint import keeping, reader, store
 
-    monkeypatch.setattr(store, "in_order", sorted)
-    monkeypatch.setattr(keeping, "in_order", sorted)
+    for module in (keeping, reader, store):
+        monkeypatch.setattr(module, "in_order", sorted)
     counts = collections.Counter()
     found = [histories.history(seed, counts, 10) for seed in range(3)]
     assert any("WrongError" in words for words in found), found

@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
@@ -208,9 +208,7 @@ def test_a_checkpoint_of_a_fit_is_none_of_a_loop(tmp_path):
     with ktd.LoopCheckpoint(tmp_path, loop.model) as saved:
         with pytest.raises(ktd.CheckpointError, match="has no position of a loop"):
             saved.restore()
-    store = Store(tmp_path, read_only=True)
-    assert store.steps == [2]
-    store.close()
+    assert CheckpointReader(tmp_path).steps == [2]
 
 
 def test_a_loop_that_looks_saves_before_the_signal_ends_it(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from helpers import assert_close, loaded
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.checkpoint.store import Store
 
 job = loaded(pathlib.Path(__file__).with_name("job.py"), "checkpoint_job")
@@ -181,9 +182,8 @@ def phase(name, monkeypatch, times=1):
 
 
 def position(folder):
-    store = Store(folder, read_only=True)
+    store = CheckpointReader(folder)
     training = store.manifest(store.steps[-1]).training
-    store.close()
     return training["epoch"], training["done"]
 
 

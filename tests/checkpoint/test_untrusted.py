@@ -20,8 +20,8 @@ from untrusted import rewrite
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.manifest import OF_FIT
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.checkpoint.restore import load_newest
-from keras_tpu_dist.checkpoint.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_manifest_of_another_form_is_passed_by(form, copied, tmp_path, caplog)
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=[saved])
     assert "Trying the previous checkpoint." in caplog.text
     with pytest.raises(ktd.CheckpointError, match=r"Checkpoint 8 of .* Received: "):
-        load_newest(model, Store(copied, read_only=True), 8, needs=OF_FIT)
+        load_newest(model, CheckpointReader(copied), 8, needs=OF_FIT)
 
 
 def test_a_deep_manifest_is_passed_by(copied):

@@ -16,8 +16,8 @@ import numpy as np
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkpoint import store
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint import reader
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 FAILING_PROCESS = 1
@@ -65,9 +65,13 @@ class Fault:
 
         handler, weights = ocp.PyTreeCheckpointHandler, _keras.WeightsFile
         places = {
-            "manifest": (store, "check_files", self.ahead_of(store.check_files)),
-            "another manifest": (Store, "manifest", self.in_another(Store.manifest)),
-            "values": (store, "fingerprints", self.instead_of_values(store.fingerprints)),
+            "manifest": (reader, "check_files", self.ahead_of(reader.check_files)),
+            "another manifest": (
+                CheckpointReader,
+                "manifest",
+                self.in_another(CheckpointReader.manifest),
+            ),
+            "values": (reader, "fingerprints", self.instead_of_values(reader.fingerprints)),
             "arrays": (handler, "restore", self.ahead_of(handler.restore)),
             "file": (_keras, "WeightsFile", self.ahead_of(weights)),
             "damaged file": (weights, "read", self.ahead_of(weights.read)),
@@ -95,7 +99,7 @@ def trained(folder, fault=None, epochs=2):
 
 def of_fit(folder, fault):
     trained(folder)
-    return trained(folder, fault, epochs=3), Store(folder, read_only=True, alone=True).steps
+    return trained(folder, fault, epochs=3), CheckpointReader(folder, alone=True).steps
 
 
 def restored(path, fault, **options):

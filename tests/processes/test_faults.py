@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
@@ -174,9 +174,8 @@ def whole_run(order):
 
 def goes_on_wrong(folder, order):
     """Resumes the run that was cut in its second validation; how it ends otherwise than a whole."""
-    found = Store(f"{folder}/kept", read_only=True)
+    found = CheckpointReader(f"{folder}/kept")
     training = found.manifest(found.steps[-1]).training
-    found.close()
     wrong = []
     if (training["epoch"], training["done"]) != (1, 5):
         wrong.append(f"saved in epoch {training['epoch']} after {training['done']} batches")

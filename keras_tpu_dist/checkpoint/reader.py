@@ -1,0 +1,514 @@
+"""Reads the checkpoints of a directory, the same ones in all processes."""
+
+import contextlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from keras_tpu_dist.checkpoint.barriers import from_first, in_all
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints
+from keras_tpu_dist.checkpoint.keeping import (
+    MANIFEST_FILE,
+    Known,
+    in_order,
+    metrics_of,
+    of_other_runs,
+    whole_steps,
+)
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
+from keras_tpu_dist.checkpoint.names import named_state
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.paths import absolute_path
+from keras_tpu_dist.processes.encoding import ListOf
+
+logger = logging.getLogger("keras_tpu_dist")
+
+ARRAYS = "arrays"
+# Characters of an error's text: TensorStore's errors contain its whole specification.
+_MOST_WORDS = 300
+# If 1000 processes save 10,000 arrays, they write 20 MB.
+_MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
+LOOK = "Check its path, permissions and free space."
+_OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
+
+_Loaded = TypeVar("_Loaded")
+
+
+class CheckpointReader:
+    """The checkpoints of a directory, to read.
+
+    Args:
+        directory: The directory.
+        alone: Whether this process reads without the others, if there are several.
+
+    Attributes:
+        directory: The directory's absolute path.
+        alone: See above.
+
+    Raises:
+        ImportError: If Orbax is not installed.
+        CheckpointError: If the directory cannot be used.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, alone: bool = False):
+        self._root = folder(directory)
+        self.directory, self.alone = absolute_path(directory), alone
+        if is_local(self.directory) and not os.path.isdir(self.directory):
+            raise CheckpointError(
+                message(
+                    f"There is no directory {self.directory!r}.",
+                    received={"directory": os.fspath(directory)},
+                    fix="Pass the directory of callbacks.Checkpoint.",
+                )
+            )
+        # With what tells whether the manifest was written again.
+        self._looked_at: dict[int, tuple[Any, Known]] = {}
+        self._stored: dict[int, Mapping[str, Any]] = {}
+
+    # `KerasDirectory` has a different one, with Keras's names for slots.
+    state_of = staticmethod(named_state)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, the newest last."""
+        return in_order(self._known)
+
+    @property
+    def steps_of_run(self) -> list[int]:
+        """Those of the newest run, the newest last; the log names the others."""
+        known = self._known
+        others = of_other_runs(known)
+        if others:
+            log_once(
+                f"{self.directory} has checkpoints of several runs: the newest run is used, not "
+                f"steps {others} of {runs_text(known, others)}",
+                logging.WARNING,
+            )
+        return [step for step in in_order(known) if step not in others]
+
+    @property
+    def newest(self) -> tuple[float, int]:
+        """When the newest checkpoint was written, in seconds since 1970, and its step; or -1."""
+        known = self._known
+        step = in_order(known)[-1] if known else -1
+        return (known[step].at_s, step) if known else (0.0, -1)
+
+    @property
+    def _known(self) -> dict[int, Known]:
+        """The facts about all complete checkpoints."""
+        with checkpoint_errors(self.directory, "read"):
+            found = {}
+            for step in whole_steps(self._root, is_local(self.directory)):
+                try:
+                    *mark, written_s = _mark((self._root / str(step)).joinpath(*MANIFEST_FILE))
+                except FileNotFoundError:
+                    continue  # another process has deleted it just now
+                if self._looked_at.get(step, (None,))[0] != [*mark, written_s]:
+                    self._looked_at[step] = [*mark, written_s], self._look_at(step, written_s)
+                found[step] = self._looked_at[step][1]
+            return found
+
+    def _look_at(self, step: int, written_s: float) -> Known:
+        try:
+            manifest = self.manifest(step)
+            metrics = metrics_of(self._root / str(step), manifest.training)
+        except (CheckpointError, OSError, ValueError) as error:
+            return Known(whole=False, at_s=written_s, problem=str(error))
+        finite = manifest.written.get("finite") is not False
+        return Known(True, finite, metrics, manifest.at_s, manifest.run)
+
+    def load_newest(
+        self, load: Callable[[int], _Loaded], step: int | None = None
+    ) -> _Loaded | None:
+        """Loads the newest checkpoint of the newest run, or the one before if it cannot be read.
+
+        Args:
+            load: A function that loads the checkpoint of a step, or raises a `CheckpointError` in
+                all processes.
+            step: The only step to use, of any run; `None` for the newest.
+
+        Returns:
+            The result of `load`; `None` if there is no checkpoint.
+
+        Raises:
+            CheckpointError: In all processes, if none can be read, or there is none of `step`.
+        """
+        errors = []
+        for candidate in reversed(self.agreed_steps(step)):
+            try:
+                return load(candidate)
+            except CheckpointError as error:
+                errors.append(str(error))
+                if step is None:
+                    logger.warning("%s Trying the previous checkpoint.", error)
+        if errors:
+            raise CheckpointError(" ".join(errors))
+        return None
+
+    def agreed_steps(self, step: int | None = None) -> list[int]:
+        """The steps of the newest run, the newest last; for all processes what process 0 sees.
+
+        Args:
+            step: The only step to use, of any run.
+
+        Raises:
+            CheckpointError: In all processes, if the directory cannot be read, or lacks `step`.
+        """
+        what = f"looking for checkpoints in {self.directory}"
+
+        def read() -> list[int]:
+            return self.steps_of_run if step is None else self.steps
+
+        steps = from_first(what, read, ListOf(int), alone=self.alone)
+        if step is None or step in steps:
+            return steps if step is None else [step]
+        raise CheckpointError(
+            message(
+                f"There is no checkpoint {step} in {self.directory!r}.",
+                received={"step": step},
+                fix=f"There are: {steps}.",
+            )
+        )
+
+    def agreed_manifest(self, step: int) -> Manifest:
+        """The manifest of a step's checkpoint, the same in all processes.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointError: In all processes, if one cannot read it.
+            ValueError: If they read different ones.
+        """
+        return in_all(
+            f"reading the manifest of checkpoint {step} of {self.directory}",
+            lambda: self.manifest(step),
+            lambda manifest: f"crc32 {manifest.to_json()['crc32']}",
+            alone=self.alone,
+        )
+
+    def manifest(self, step: int, name: str = "") -> Manifest:
+        """The manifest of a step's checkpoint.
+
+        Args:
+            step: The step.
+            name: The name of its directory, if that is not the step.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        where, name = f"Checkpoint {step} of {self.directory!r}", name or str(step)
+        with checkpoint_errors(self.directory, "read", step):
+            check_files(self.directory, name)
+            text = (self._root / name).joinpath(*MANIFEST_FILE).read_text()
+            content = json.loads(text)
+        return from_json(content, where, step)
+
+    def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[jax.Array]:
+        """Reads arrays directly into their shards, and checks their values.
+
+        Args:
+            step: The step.
+            wanted: For every array its saved description, its new sharding (`None` for a host
+                array), and its dtype.
+
+        Raises:
+            CheckpointError: In all processes, if one cannot read an array, or its values differ
+                from the saved ones.
+        """
+        if not wanted:
+            return []
+        what = f"reading checkpoint {step} of {self.directory}"
+        arrays = in_all(what, lambda: self._read(step, wanted), alone=self.alone)
+        # The devices of all processes compute it, so all must have read their parts.
+        saved = [saved for saved, _, _ in wanted]
+        in_all(what, lambda: self._check(step, saved, arrays), alone=self.alone)
+        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
+
+    def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
+        ocp = orbax()
+        filled = [item for item in wanted if 0 not in item[0].entry.shape]
+        read: dict[str, Any] = {}
+        if filled:
+            target, how = _request(filled)
+            restored = ocp.args.PyTreeRestore(
+                item=_nested(target), restore_args=_nested(how), partial_restore=True
+            )
+            handler, path = ocp.PyTreeCheckpointHandler(), self._arrays(step)
+            with checkpoint_errors(self.directory, "read", step):
+                if step not in self._stored:
+                    self._stored[step] = dict(flat(handler.metadata(path).tree))
+                _check_stored(self._stored[step], [saved for saved, _, _ in filled])
+                # Without a `Checkpointer`, whose barrier would wait for processes that failed.
+                read |= flat(handler.restore(path, args=restored))
+        for saved, sharding, _ in wanted:
+            if 0 in saved.entry.shape:  # Orbax has not saved it
+                nothing = np.zeros(saved.entry.shape, saved.entry.dtype)
+                whole = sharding is None
+                read[saved.key] = nothing if whole else jax.device_put(nothing, sharding)
+        return [read[saved.key] for saved, _, _ in wanted]
+
+    def _arrays(self, step: int) -> Any:
+        return self._root / str(step) / ARRAYS
+
+    def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
+        found = fingerprints(arrays)
+        wrong = [array.entry.path for array, n in zip(saved, found) if array.fingerprint != n]
+        if wrong:
+            raise CheckpointError(
+                message(
+                    f"Checkpoint {step} of {self.directory!r} is damaged.",
+                    received="values that differ from the saved ones for "
+                    f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}.",
+                    fix=_OTHER,
+                )
+            )
+
+
+def runs_text(known: Mapping[int, Known], steps: Sequence[int]) -> str:
+    """The runs of checkpoints, for the log.
+
+    Args:
+        known: The facts about all checkpoints.
+        steps: The steps of some of them.
+    """
+    runs = list(dict.fromkeys(known[step].run or "unknown" for step in steps))
+    return f"run {', '.join(runs)}"
+
+
+def _mark(path: Any) -> tuple[int, int, float]:
+    """What differs once a file was written again; its last part is the time of that."""
+    if is_local(os.fspath(path)):
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime
+    found = path.stat()
+    return 0, found.length, float(found.mtime)
+
+
+@contextlib.contextmanager
+def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Iterator[None]:
+    """A context in which any failure becomes a `CheckpointError` that names the checkpoint.
+
+    Orbax and TensorStore raise a dozen kinds of errors for a full disk or a damaged file.
+
+    Args:
+        directory: The directory of checkpoints.
+        what: The action, for the error: `"read"`, `"written"`, `"opened"`.
+        step: The step of the checkpoint, if there is one.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (Exception, BaseExceptionGroup) as error:
+        # It may be a group, because Orbax reads arrays concurrently; the first error has cancelled
+        # the others.
+        which = "A checkpoint" if step is None else f"Checkpoint {step}"
+        raise CheckpointError(
+            message(
+                f"{which} of {directory!r} cannot be {what}.",
+                received=f"{reason_of(error)}.",
+                fix=_OTHER if what == "read" else LOOK,
+            )
+        ) from error
+
+
+def none_in(directory: str) -> CheckpointError:
+    """The error for a directory without checkpoints.
+
+    Args:
+        directory: The directory.
+    """
+    return CheckpointError(
+        message(
+            f"There is no checkpoint in {directory!r}.",
+            received={"directory": directory},
+            fix="Pass the directory of callbacks.Checkpoint.",
+        )
+    )
+
+
+def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
+    """Checks that arrays are stored as the manifest says, so that reading allocates no more.
+
+    Orbax allocates arrays with their shapes in the store, and TensorStore decompresses whole
+    chunks, which may be larger than their arrays.
+
+    Args:
+        stored: Orbax's metadata by key.
+        wanted: The arrays in the manifest.
+
+    Raises:
+        ValueError: If the store differs from the manifest.
+    """
+    for saved in wanted:
+        found, entry = stored.get(saved.key), saved.entry
+        shape = tuple(getattr(found, "shape", None) or ())
+        chunk = tuple(getattr(getattr(found, "storage", None), "chunk_shape", None) or ())
+        fits = all(0 < part <= size for part, size in zip(chunk, shape))
+        if shape != entry.shape or str(getattr(found, "dtype", "")) != entry.dtype or not fits:
+            raise ValueError(
+                message(
+                    "Arrays must be stored as in the manifest, in chunks no larger than the array.",
+                    received={"path": entry.path, "manifest": entry.shape, "stored": shape}
+                    | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
+                    fix="Load another checkpoint.",
+                )
+            )
+
+
+def check_files(directory: str, name: str) -> None:
+    """Checks the sizes of files before they are read into memory: all except the arrays' values.
+
+    Args:
+        directory: The directory of checkpoints.
+        name: The checkpoint's name.
+
+    Raises:
+        ValueError: If one is too large, or not a regular file.
+    """
+    if not is_local(directory):
+        return
+    for path, folders, names in os.walk(os.path.join(directory, name)):
+        # OCDBT keeps the chunks of arrays in directories called "d".
+        folders[:] = [name for name in folders if name != "d"]
+        for name in names:
+            status = os.stat(os.path.join(path, name))
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES_OF_A_DESCRIPTION:
+                raise ValueError(
+                    message(
+                        "The files that describe a checkpoint must have at most 64 MiB.",
+                        received={"file": os.path.join(path, name), "bytes": status.st_size},
+                        fix="Load another checkpoint.",
+                    )
+                )
+
+
+def _request(
+    wanted: Sequence[tuple[Saved, Any, Any]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Orbax's arguments for reading arrays: shapes and restore options by key.
+
+    Args:
+        wanted: See `Store.load`.
+    """
+    ocp = orbax()
+    target = {
+        saved.key: jax.ShapeDtypeStruct(saved.entry.shape, saved.entry.dtype, sharding=sharding)
+        for saved, sharding, _ in wanted
+    }
+    how = {
+        saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
+        if sharding is None
+        else ocp.ArrayRestoreArgs(sharding=sharding)
+        for saved, sharding, _ in wanted
+    }
+    return target, how
+
+
+def reason_of(error: BaseException) -> str:
+    """The class of an error and its text, in one line that is not too long.
+
+    Args:
+        error: The error; of a group, its first one counts.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    words = " ".join(str(error).split())
+    shown = words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
+    return f"{type(error).__name__}: {shown}"
+
+
+def is_local(directory: str) -> bool:
+    """Whether a directory is not a bucket.
+
+    Args:
+        directory: The directory.
+    """
+    return "://" not in directory
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts, with their keys joined by `/`.
+
+    Args:
+        tree: The dicts.
+        prefix: What is before the keys.
+
+    Example:
+
+    >>> dict(flat({"dense": {"kernel": 1, "bias": 2}, "seed": 3}))
+    {'dense/kernel': 1, 'dense/bias': 2, 'seed': 3}
+    """
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            yield from flat(node, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", node
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parts, last = path.split("/")
+        inner = tree
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = leaf
+    return tree
+
+
+def folder(directory: str | os.PathLike) -> Any:
+    """A directory as a path object that also works for a bucket.
+
+    Args:
+        directory: The directory.
+
+    Raises:
+        CheckpointError: If it is a link to nothing, or in storage of an unknown kind.
+    """
+    orbax()  # for its error: epath comes with Orbax
+    from etils import epath
+
+    where = absolute_path(directory)
+    try:
+        path = epath.Path(where)
+    except KeyError:
+        raise CheckpointError(
+            message(
+                "Checkpoints are in a folder, or in a bucket.",
+                received={"directory": where},
+                fix="Write a path, such as /runs/7 or ~/runs/7, or gs://bucket/runs/7.",
+            )
+        ) from None
+    if os.path.islink(where) and not os.path.exists(where):
+        raise CheckpointError(
+            message(
+                "A folder of checkpoints must not be a link to nothing.",
+                received={"directory": where, "link to": os.readlink(where)},
+                fix="Create the folder that the link names, or remove the link.",
+            )
+        )
+    return path
+
+
+def orbax() -> Any:
+    """Orbax, imported on first use because it is optional."""
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "Checkpoints need Orbax.",
+                received=f"{error}.",
+                fix='Install it: pip install "orbax-checkpoint>=0.11".',
+            )
+        ) from error
+    return ocp
