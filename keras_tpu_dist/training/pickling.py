@@ -131,7 +131,7 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
 class _PortableLayout:
     """The layout of a copied variable: the same in this process, an equal one in another."""
 
-    def __init__(self, layout: NamedSharding | None):
+    def __init__(self, layout: Any):
         self.layout = layout
 
     def __deepcopy__(self, memo):
