@@ -21,6 +21,7 @@ from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, numbered
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -191,7 +192,7 @@ def load_values(layer: Any, values: Mapping[str, Any], where: str, models: Seque
     with _taking(layer, where) as changed:
         layer.load_own_variables(dict(values))
     if changed:
-        _forget_programs(models)
+        membership.constants.changed(models)
 
 
 def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -> None:
@@ -207,7 +208,7 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
     for layer in layers_with_more(model):
         mine = any(id(variable) in ids for variable in layer.variables)
         if mine and layer not in others and give_beside(layer, {}, where):
-            _forget_programs([model])
+            membership.constants.changed([model])
     lost = [each.name for each in layers_with_more(model) if _files(each)]
     if lost:
         logger.warning(
@@ -217,12 +218,6 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
             len(lost),
             ", ".join(lost[:3]),
         )
-
-
-def _forget_programs(models: Sequence[Any]) -> None:
-    for model in models:
-        if hasattr(model, "train_function"):
-            _keras.forget_functions(model)
 
 
 @contextlib.contextmanager
@@ -369,7 +364,7 @@ def load_beside(
         if not by_name and values_beside(layer):
             lacking.append(layer.path)
         if give_beside(layer, by_name, where):
-            _forget_programs(models)
+            membership.constants.changed(models)
     if lacking:
         logger.warning(
             "%s has nothing of what %d layers keep beside their variables (%s): they keep what "

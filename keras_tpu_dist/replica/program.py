@@ -152,6 +152,7 @@ class ReplicaProgram:
         self._layouts = _keras.variable_layouts(self._known.every)
         self._layers = membership.layers_with(self._known.every, strategy)
         self._trains = _keras.trainability(self._known.every, self._layers)
+        self._constants = membership.constants.version
         self._shared, self._own = apart(attempt.record.updated.values())
         _check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
@@ -202,9 +203,13 @@ class ReplicaProgram:
 
     @property
     def outdated(self) -> bool:
-        """Whether a variable has since moved to another strategy or another layout."""
+        """Whether a variable has since moved to another strategy or another layout.
+
+        Or a layer has loaded something that is a constant of programs.
+        """
         now = _keras.variable_layouts(self._known.every)
-        return not all(map(operator.is_, now, self._layouts))
+        same = all(map(operator.is_, now, self._layouts))
+        return not same or self._constants != membership.constants.version
 
     def _scanned(self, call: Call, scan: _Scan) -> Any:
         """The program that runs several steps."""

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -527,6 +528,26 @@ def variables_changed(strategy: Strategy) -> None:
     for model, member in list(_members.items()):
         if member.strategy is strategy and _keras.has_state(model):
             _keras.forget_state(model)
+
+
+class _Constants:
+    """Counts the loads that changed what layers keep beside variables: constants of programs."""
+
+    version = 0
+
+    def changed(self, models: Iterable[Any]) -> None:
+        """Makes models trace anew, and all functions of `strategy.run`, which may use any layer.
+
+        Args:
+            models: The models with the layers.
+        """
+        self.version += 1
+        for model in models:
+            if hasattr(model, "train_function"):
+                _keras.forget_functions(model)
+
+
+constants = _Constants()
 
 
 def _join(model: Any, strategy: Strategy) -> Membership:
