@@ -11,7 +11,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # registers its replacements in Keras
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, type_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
@@ -266,12 +266,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         return membership.Scope(self) if self._topology is None else membership.DescribedScope(self)
 
     def __enter__(self):
-        raise TypeError(
-            message(
-                "A strategy is not a context manager; its scope is.",
-                received={"with": self},
-                fix="Write `with strategy.scope():`.",
-            )
+        raise type_error(
+            "A strategy is not a context manager; its scope is.",
+            received={"with": self},
+            fix="Write `with strategy.scope():`.",
         )
 
     def __exit__(self, *exception):
@@ -287,12 +285,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             ValueError: If the rule that matches does not fit the variable's shape.
         """
         if not isinstance(variable, keras.Variable):
-            raise ValueError(
-                message(
-                    "get_variable_layout returns the layout of a variable.",
-                    received={"variable": variable},
-                    fix="Pass a keras.Variable.",
-                )
+            raise value_error(
+                "get_variable_layout returns the layout of a variable.",
+                received={"variable": variable},
+                fix="Pass a keras.Variable.",
             )
         return membership.choose_layout(variable, self)
 
@@ -421,12 +417,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             data_shape: The input's shape. A scalar, with shape `()`, has no batch and is not split.
         """
         if not isinstance(data_shape, Iterable) or isinstance(data_shape, str):
-            raise ValueError(
-                message(
-                    "get_data_layout takes the shape of an input.",
-                    received={"data_shape": data_shape},
-                    fix="Pass for example x.shape.",
-                )
+            raise value_error(
+                "get_data_layout takes the shape of an input.",
+                received={"data_shape": data_shape},
+                fix="Pass for example x.shape.",
             )
         return self.placer.sharding(0 if len(data_shape) else None)
 
@@ -921,20 +915,16 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         >>> print(strategy.dry_run(model, batch_size=4096, topology="v5e:16x16"))  # doctest: +SKIP
         """
         if mesh is not None and not isinstance(mesh, Mapping):
-            raise ValueError(
-                message(
-                    "mesh has the axis sizes on another slice.",
-                    received={"mesh": mesh},
-                    fix='Write for example mesh={"data": 64, "model": 4}.',
-                )
+            raise value_error(
+                "mesh has the axis sizes on another slice.",
+                received={"mesh": mesh},
+                fix='Write for example mesh={"data": 64, "model": 4}.',
             )
         if topology is None and mesh is not None:
-            raise ValueError(
-                message(
-                    "mesh has the axis sizes on another slice.",
-                    received={"mesh": dict(mesh), "topology": None},
-                    fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
-                )
+            raise value_error(
+                "mesh has the axis sizes on another slice.",
+                received={"mesh": dict(mesh), "topology": None},
+                fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
             )
         # Imported here: training needs no module that reads programs.
         from keras_tpu_dist.tools.dryrun.run import dry_run
@@ -1034,34 +1024,28 @@ def _only_named(mesh: MeshLike, topology: str | Topology | None) -> Topology | N
     """The topology of a strategy that has no chips attached, or `None`."""
     named = None if topology is None else Topology.parse(topology)
     if named is not None and not named.is_described:
-        raise ValueError(
-            message(
-                "topology= is for a slice that is not attached to this machine.",
-                received={"topology": f"{named}, which is attached"},
-                fix="Leave it out, or write devices=topology.devices().",
-            )
+        raise value_error(
+            "topology= is for a slice that is not attached to this machine.",
+            received={"topology": f"{named}, which is attached"},
+            fix="Leave it out, or write devices=topology.devices().",
         )
     if not isinstance(mesh, DeviceAssignment):
         return named
     if named is not None and named != mesh.topology:
-        raise ValueError(
-            message(
-                "A DeviceAssignment belongs to one slice.",
-                received={"mesh": f"on {mesh.topology}", "topology": named.name},
-                fix="Leave `topology` out.",
-            )
+        raise value_error(
+            "A DeviceAssignment belongs to one slice.",
+            received={"mesh": f"on {mesh.topology}", "topology": named.name},
+            fix="Leave `topology` out.",
         )
     return mesh.topology if mesh.topology.is_described else None
 
 
 def _described_devices(topology: Topology, devices: Sequence | None) -> list:
     if devices is not None:
-        raise ValueError(
-            message(
-                "A strategy has devices or a topology, not both.",
-                received={"devices": list(devices), "topology": topology.name},
-                fix="Leave one of them out.",
-            )
+        raise value_error(
+            "A strategy has devices or a topology, not both.",
+            received={"devices": list(devices), "topology": topology.name},
+            fix="Leave one of them out.",
         )
     return topology.devices()
 
@@ -1078,21 +1062,17 @@ def _check_no_word(mesh: Any) -> None:
         elif mesh.isidentifier() and mesh != "local":
             instead = f"Write TPUStrategy({{{mesh!r}: -1}}) for an axis; for a TPU: {instead}"
     if instead is not None:
-        raise ValueError(
-            message(
-                "A mesh is a dict of axis sizes, and the first argument of TPUStrategy.",
-                received={"mesh": mesh},
-                fix=instead,
-            )
+        raise value_error(
+            "A mesh is a dict of axis sizes, and the first argument of TPUStrategy.",
+            received={"mesh": mesh},
+            fix=instead,
         )
 
 
 def _check_environment() -> None:
     if keras.config.is_nnx_enabled():
-        raise RuntimeError(
-            message(
-                "TPUStrategy needs Keras's own variables, not those of Flax NNX.",
-                received="keras.config.is_nnx_enabled()=True.",
-                fix="Unset KERAS_NNX_ENABLED.",
-            )
+        raise runtime_error(
+            "TPUStrategy needs Keras's own variables, not those of Flax NNX.",
+            received="keras.config.is_nnx_enabled()=True.",
+            fix="Unset KERAS_NNX_ENABLED.",
         )

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.time import split, symbolic
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.common.setting import setting
@@ -198,13 +198,11 @@ def _takes_kernel(
         return False
     reason = _why_not_kernel(query, key, bias, mesh, platform)
     if flash_attention and reason is not None:
-        raise ValueError(
-            message(
-                "flash_attention=True asks for the TPU flash kernel, which cannot compute this: "
-                f"{reason}.",
-                received={"query.shape": query.shape, "query.dtype": query.dtype.name},
-                fix="Leave flash_attention=None, which takes XLA attention here.",
-            )
+        raise value_error(
+            "flash_attention=True asks for the TPU flash kernel, which cannot compute this: "
+            f"{reason}.",
+            received={"query.shape": query.shape, "query.dtype": query.dtype.name},
+            fix="Leave flash_attention=None, which takes XLA attention here.",
         )
     if reason is not None:
         _say(reason, logging.WARNING)
@@ -224,23 +222,19 @@ def _platform(mesh: Mesh) -> str:
 def _check_shapes(query, key, value) -> None:
     shapes = {"query.shape": query.shape, "key.shape": key.shape, "value.shape": value.shape}
     if not all(len(shape) == 4 for shape in shapes.values()):
-        raise ValueError(
-            message(
-                "Attention takes query, key and value of rank 4, (batch, time, heads, width).",
-                received=shapes,
-                fix="Split the heads into their own dimension, or add a batch dimension.",
-            )
+        raise value_error(
+            "Attention takes query, key and value of rank 4, (batch, time, heads, width).",
+            received=shapes,
+            fix="Split the heads into their own dimension, or add a batch dimension.",
         )
     (b, _, n, h), (kb, s, k, kh), (vb, vs, vk, _) = shapes.values()
     if (b, h) != (kb, kh) or (kb, s, k) != (vb, vs, vk) or n % k:
-        raise ValueError(
-            message(
-                "Query, key and value must agree in batch and width, key and value in length and "
-                "heads, and the key heads must divide the query heads.",
-                received=shapes,
-                fix="Give (batch, time, heads, width), (batch, source, kv_heads, width) and "
-                "(batch, source, kv_heads, value_width).",
-            )
+        raise value_error(
+            "Query, key and value must agree in batch and width, key and value in length and "
+            "heads, and the key heads must divide the query heads.",
+            received=shapes,
+            fix="Give (batch, time, heads, width), (batch, source, kv_heads, width) and "
+            "(batch, source, kv_heads, value_width).",
         )
 
 
@@ -251,12 +245,10 @@ def _rank4(name: str, array, shape: tuple[int, int, int, int]) -> jax.Array:
     if array.ndim == 3 and array.shape[0] == shape[0] and array.shape[0] not in (1, shape[1]):
         full = array[:, None]
     if full.ndim != 4 or any(have not in (1, want) for have, want in zip(full.shape, shape)):
-        raise ValueError(
-            message(
-                f"The {name} must be broadcastable to (batch, heads, time, source) = {shape}.",
-                received={f"{name}.shape": array.shape},
-                fix="Add dimensions of size 1 where it does not vary.",
-            )
+        raise value_error(
+            f"The {name} must be broadcastable to (batch, heads, time, source) = {shape}.",
+            received={f"{name}.shape": array.shape},
+            fix="Add dimensions of size 1 where it does not vary.",
         )
     return full
 

@@ -10,7 +10,7 @@ from keras_tpu_dist.callbacks.checkpoint import Checkpoint
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, FitCheckpoints
 from keras_tpu_dist.checkpoint.store import checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_flags, is_count, known_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
 
@@ -122,18 +122,14 @@ class BackupAndRestore(Checkpoint):
 
 def _check(backup_dir, save_freq) -> None:
     if not backup_dir:
-        raise ValueError(
-            message(
-                "backup_dir names a directory.",
-                received={"backup_dir": backup_dir},
-                fix="Write for example BackupAndRestore('backup').",
-            )
+        raise value_error(
+            "backup_dir names a directory.",
+            received={"backup_dir": backup_dir},
+            fix="Write for example BackupAndRestore('backup').",
         )
     if save_freq != "epoch" and not is_count(save_freq, 1):
-        raise ValueError(
-            message(
-                "save_freq is 'epoch' or a number of batches of at least 1.",
-                received={"save_freq": save_freq},
-                fix="Write for example BackupAndRestore('backup', save_freq=500).",
-            )
+        raise value_error(
+            "save_freq is 'epoch' or a number of batches of at least 1.",
+            received={"save_freq": save_freq},
+            fix="Write for example BackupAndRestore('backup', save_freq=500).",
         )

@@ -13,7 +13,7 @@ from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.checks import known_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
 from keras_tpu_dist.training.membership import fit_in_training
 
@@ -283,13 +283,11 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def _in_fit(self) -> FitCheckpoints:
         if self.checkpoints is None:
-            raise RuntimeError(
-                message(
-                    "A Checkpoint works within fit.",
-                    received="a call outside of fit.",
-                    fix="Pass it as fit(callbacks=[...]). In a custom loop, use "
-                    "keras_tpu_dist.LoopCheckpoint.",
-                )
+            raise runtime_error(
+                "A Checkpoint works within fit.",
+                received="a call outside of fit.",
+                fix="Pass it as fit(callbacks=[...]). In a custom loop, use "
+                "keras_tpu_dist.LoopCheckpoint.",
             )
         return self.checkpoints
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.checks import check_flags, check_seconds, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.preemption import GRACE_S
 
 
@@ -93,47 +93,39 @@ def _check_intervals(options: CheckpointOptions) -> None:
     if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         wrong["mode"] = mode
     if wrong:
-        raise ValueError(
-            message(
-                "every_steps, every_epochs and keep are whole numbers of at least 1, every_minutes "
-                "is above 0, mode is 'auto', 'min' or 'max'.",
-                received=wrong,
-                fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
-            )
+        raise value_error(
+            "every_steps, every_epochs and keep are whole numbers of at least 1, every_minutes "
+            "is above 0, mode is 'auto', 'min' or 'max'.",
+            received=wrong,
+            fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
         )
 
 
 def _check_monitor(monitor: Any) -> None:
     if monitor is not None and not (isinstance(monitor, str) and monitor):
-        raise ValueError(
-            message(
-                "monitor is a name in the logs of epochs, or None.",
-                received={"monitor": monitor},
-                fix='Write for example monitor="val_loss".',
-            )
+        raise value_error(
+            "monitor is a name in the logs of epochs, or None.",
+            received={"monitor": monitor},
+            fix='Write for example monitor="val_loss".',
         )
 
 
 def _check_hours(hours: Any) -> None:
     if hours is not None and not _is_positive(hours):
-        raise ValueError(
-            message(
-                "keep_every_hours is a number of hours above 0, or None.",
-                received={"keep_every_hours": hours},
-                fix="Write for example keep_every_hours=6.",
-            )
+        raise value_error(
+            "keep_every_hours is a number of hours above 0, or None.",
+            received={"keep_every_hours": hours},
+            fix="Write for example keep_every_hours=6.",
         )
 
 
 def _check_directory(directory: Any) -> None:
     path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
-        raise ValueError(
-            message(
-                "Checkpoint needs a directory.",
-                received={"directory": directory},
-                fix='Write for example Checkpoint("checkpoints", every_steps=500).',
-            )
+        raise value_error(
+            "Checkpoint needs a directory.",
+            received={"directory": directory},
+            fix='Write for example Checkpoint("checkpoints", every_steps=500).',
         )
 
 

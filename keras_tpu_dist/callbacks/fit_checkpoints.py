@@ -28,7 +28,7 @@ from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, logged
 from keras_tpu_dist.common import phases
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.position import (
     InputPosition,
     own_position,
@@ -249,13 +249,11 @@ class FitCheckpoints:
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
         # Each process orders them by what it reads.
         if any(sorted(each) != sorted(of_all[0]) for each in of_all):
-            raise ValueError(
-                message(
-                    "All processes must see the same checkpoints.",
-                    received="; ".join(f"{each} in process {i}" for i, each in enumerate(of_all))
-                    + f" ({directory}).",
-                    fix="Give a directory on storage that all processes share.",
-                )
+            raise value_error(
+                "All processes must see the same checkpoints.",
+                received="; ".join(f"{each} in process {i}" for i, each in enumerate(of_all))
+                + f" ({directory}).",
+                fix="Give a directory on storage that all processes share.",
             )
         return bool(steps)
 
@@ -266,14 +264,12 @@ class FitCheckpoints:
             ValueError: If there are checkpoints and `overwrite` is not set.
         """
         if not self.options.overwrite:
-            raise ValueError(
-                message(
-                    "A directory holds the checkpoints of one run.",
-                    received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                    f"steps {self.store.steps}.",
-                    fix="Give this run its own directory, leave resume=False out to resume, or "
-                    "write overwrite=True: old checkpoints are deleted once this run has saved.",
-                )
+            raise value_error(
+                "A directory holds the checkpoints of one run.",
+                received=f"resume=False and {self.options.path!r}, which has checkpoints of "
+                f"steps {self.store.steps}.",
+                fix="Give this run its own directory, leave resume=False out to resume, or "
+                "write overwrite=True: old checkpoints are deleted once this run has saved.",
             )
         self.store.replace_runs()
 
@@ -593,7 +589,7 @@ def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -
     if control is None and received:
         rule = f"{rule} the loop of a TPUStrategy."
         fix = f"Build the model in TPUStrategy().scope(), or {fix}."
-        raise ValueError(message(rule, received=received | {"strategy": None}, fix=fix))
+        raise value_error(rule, received=received | {"strategy": None}, fix=fix)
 
 
 def _check_processes(model: Any) -> None:

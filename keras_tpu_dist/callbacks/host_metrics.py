@@ -14,7 +14,7 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.monitored import is_validated
 from keras_tpu_dist.common.checks import check_counts, check_model, check_text
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 
 # Callbacks that read all of `logs` instead of one monitored name.
 _READERS = ("CSVLogger", "History", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
@@ -128,12 +128,10 @@ class HostMetrics(keras.callbacks.Callback):
             return
         taken = [name for name in values if name in logs]
         if taken:
-            raise ValueError(
-                message(
-                    "The name of a host metric must not be in the logs already.",
-                    received={"names": taken, "logs": sorted(logs)},
-                    fix="Rename it, or give another prefix=.",
-                )
+            raise value_error(
+                "The name of a host metric must not be in the logs already.",
+                received={"names": taken, "logs": sorted(logs)},
+                fix="Rename it, or give another prefix=.",
             )
         logs.update(values)
 
@@ -167,13 +165,11 @@ class HostMetrics(keras.callbacks.Callback):
         written = _names_in(str(getattr(callback, "filepath", "")))
         reads_all = type(callback).__name__ in _READERS
         if monitored in names or reads_all or not written.isdisjoint(names):
-            raise ValueError(
-                message(
-                    "Callbacks read the logs in the order of the list, so HostMetrics must come "
-                    "before those that read its values.",
-                    received=f"{type(callback).__name__} before HostMetrics({names}).",
-                    fix="Write HostMetrics first in callbacks=[...].",
-                )
+            raise value_error(
+                "Callbacks read the logs in the order of the list, so HostMetrics must come "
+                "before those that read its values.",
+                received=f"{type(callback).__name__} before HostMetrics({names}).",
+                fix="Write HostMetrics first in callbacks=[...].",
             )
 
 
@@ -195,22 +191,18 @@ def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
     named = all(isinstance(part, str) for key in functions for part in key)
     strange = [key for key, function in functions.items() if not callable(function)]
     if not functions or strange or not named:
-        raise ValueError(
-            message(
-                "HostMetrics takes functions by name.",
-                received={"metrics": metrics},
-                fix='Write for example HostMetrics({"f1": sklearn.metrics.f1_score}).',
-            )
+        raise value_error(
+            "HostMetrics takes functions by name.",
+            received={"metrics": metrics},
+            fix='Write for example HostMetrics({"f1": sklearn.metrics.f1_score}).',
         )
     names = Counter("_".join(key) for key in functions)
     twice = sorted(name for name, times in names.items() if times > 1)
     if twice:
-        raise ValueError(
-            message(
-                "Every host metric needs a different name in the logs.",
-                received={"metrics": metrics, "twice": twice},
-                fix="Rename one of them.",
-            )
+        raise value_error(
+            "Every host metric needs a different name in the logs.",
+            received={"metrics": metrics, "twice": twice},
+            fix="Rename one of them.",
         )
     return functions
 
@@ -253,12 +245,10 @@ def _outputs(model, data, batch_size, steps) -> tuple[Any, Any, Any]:
         y_pred = _predict(model, _batches(data, batch_size, steps), targets)
     y_true = _joined([y for y, _ in targets])
     if y_true is None:
-        raise ValueError(
-            message(
-                "HostMetrics compares outputs with targets.",
-                received="an evaluation set without y.",
-                fix="Pass validation_data=(x, y).",
-            )
+        raise value_error(
+            "HostMetrics compares outputs with targets.",
+            received="an evaluation set without y.",
+            fix="Pass validation_data=(x, y).",
         )
     return y_true, y_pred, _joined([weights for _, weights in targets])
 
@@ -333,14 +323,12 @@ def _of_output(structure: Any, name: str, model: Any) -> Any:
     names = list(structure) if isinstance(structure, Mapping) else model.output_names
     if isinstance(structure, (Mapping, list, tuple)):
         if name not in names:
-            raise ValueError(
-                message(
-                    "A host metric for one output needs the name of that output.",
-                    received={"name": name, "outputs": names},
-                    fix="Use one of these.",
-                    name=name,
-                    choices=names,
-                )
+            raise value_error(
+                "A host metric for one output needs the name of that output.",
+                received={"name": name, "outputs": names},
+                fix="Use one of these.",
+                name=name,
+                choices=names,
             )
         if isinstance(structure, Mapping):
             return structure[name]
@@ -353,22 +341,18 @@ def _value(name: str, function: Callable, y_true, y_pred, weights) -> float:
         value = function(y_true, y_pred)
     else:
         if not _takes_weights(function):
-            raise ValueError(
-                message(
-                    "If the evaluation set has sample weights, a host metric must take them.",
-                    received=f"{name}, whose function has no sample_weight argument.",
-                    fix="Give it one, or pass HostMetrics(..., validation_data=(x, y)) without.",
-                )
+            raise value_error(
+                "If the evaluation set has sample weights, a host metric must take them.",
+                received=f"{name}, whose function has no sample_weight argument.",
+                fix="Give it one, or pass HostMetrics(..., validation_data=(x, y)) without.",
             )
         value = function(y_true, y_pred, sample_weight=weights)
     value = np.asarray(value)
     if value.size != 1:
-        raise ValueError(
-            message(
-                "A host metric must return one number.",
-                received=f"{name} of shape {value.shape}.",
-                fix="Average it, for example f1_score(..., average='macro').",
-            )
+        raise value_error(
+            "A host metric must return one number.",
+            received=f"{name} of shape {value.shape}.",
+            fix="Average it, for example f1_score(..., average='macro').",
         )
     return float(value.reshape(()))
 

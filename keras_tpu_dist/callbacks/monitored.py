@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 
 def is_validated(epoch: int, frequency: int | Container[int]) -> bool:
@@ -43,14 +43,12 @@ def worth(
     if monitor is None or (may_lack and monitor not in logs):
         return None
     if monitor not in logs:
-        raise ValueError(
-            message(
-                "Checkpoint(monitor=...) names an entry of an epoch's logs.",
-                received={"monitor": monitor, "logs": sorted(logs)},
-                fix="Use one of these.",
-                name=str(monitor),
-                choices=logs,
-            )
+        raise value_error(
+            "Checkpoint(monitor=...) names an entry of an epoch's logs.",
+            received={"monitor": monitor, "logs": sorted(logs)},
+            fix="Use one of these.",
+            name=str(monitor),
+            choices=logs,
         )
     value = float(logs[monitor])
     worst = float("inf") if mode == "min" else -float("inf")

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist.common.checks import check_flags
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
 from keras_tpu_dist.training.membership import fit_in_training
 
@@ -74,13 +74,11 @@ class NameNaN(keras.callbacks.Callback):
         """Forgets the result of the last fit."""
         self.found = self._watch = None
         if fit_in_training(self._trainer) is None:
-            raise ValueError(
-                message(
-                    "NameNaN checks inside the compiled step of a TPUStrategy.",
-                    received="a fit without a TPUStrategy.",
-                    fix="Build the model in TPUStrategy().scope(), or use "
-                    "keras.callbacks.TerminateOnNaN.",
-                )
+            raise value_error(
+                "NameNaN checks inside the compiled step of a TPUStrategy.",
+                received="a fit without a TPUStrategy.",
+                fix="Build the model in TPUStrategy().scope(), or use "
+                "keras.callbacks.TerminateOnNaN.",
             )
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -10,7 +10,7 @@ import jax
 import keras
 
 from keras_tpu_dist.common.checks import check_flags, checked_path, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
@@ -108,12 +108,10 @@ class Profile(keras.callbacks.Callback):
         """Asks to be called when the fit ends."""
         self._fit = fit_in_training(self._trainer)
         if self._fit is None:
-            raise ValueError(
-                message(
-                    "Profile traces the launches of a TPUStrategy.",
-                    received="a fit without a TPUStrategy.",
-                    fix="Build the model in TPUStrategy().scope(), or use jax.profiler.trace.",
-                )
+            raise value_error(
+                "Profile traces the launches of a TPUStrategy.",
+                received="a fit without a TPUStrategy.",
+                fix="Build the model in TPUStrategy().scope(), or use jax.profiler.trace.",
             )
         self._fit.at_end.append(self._stop)
 
@@ -216,10 +214,8 @@ def _checked_steps(steps: Any) -> tuple[int, int]:
     pair = list(steps) if isinstance(steps, (tuple, list)) else []
     if len(pair) == 2 and all(is_count(each, 1) for each in pair) and pair[0] <= pair[1]:
         return int(pair[0]), int(pair[1])
-    raise ValueError(
-        message(
-            "steps of Profile are the first and the last train step to trace, counted from 1.",
-            received={"steps": steps},
-            fix="Write for example Profile(steps=(10, 13), directory='profile').",
-        )
+    raise value_error(
+        "steps of Profile are the first and the last train step to trace, counted from 1.",
+        received={"steps": steps},
+        fix="Write for example Profile(steps=(10, 13), directory='profile').",
     )

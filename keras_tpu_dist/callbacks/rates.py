@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_tpu_dist.common import phases
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.phases import INPUT, OTHER, REPLAY, TRAIN, Timeline
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.input.batches import PlacedBatch
@@ -113,12 +113,10 @@ class Rates(keras.callbacks.Callback):
         """Looks for the loop that counts."""
         control: FitControl | None = fit_in_training(self._trainer)
         if control is None:
-            raise ValueError(
-                message(
-                    "Rates counts in the loop of a TPUStrategy.",
-                    received={"model": self._trainer.name, "strategy": None},
-                    fix="Build the model in TPUStrategy().scope().",
-                )
+            raise value_error(
+                "Rates counts in the loop of a TPUStrategy.",
+                received={"model": self._trainer.name, "strategy": None},
+                fix="Build the model in TPUStrategy().scope().",
             )
         control.on_launch.append(self._launched)
         self._flops = {}
@@ -157,12 +155,10 @@ class Rates(keras.callbacks.Callback):
             ValueError: If it is not a dict.
         """
         if not isinstance(state, Mapping):
-            raise ValueError(
-                message(
-                    "The state of Rates must be a dict.",
-                    received={"state": state},
-                    fix="Pass a result of state_dict().",
-                )
+            raise value_error(
+                "The state of Rates must be a dict.",
+                received={"state": state},
+                fix="Pass a result of state_dict().",
             )
         known = {field.name: field.type for field in fields(_Counts)}
         numbers = {name: state[name] for name in known if _is_amount(state.get(name))}

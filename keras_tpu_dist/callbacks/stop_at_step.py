@@ -8,7 +8,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
 
@@ -59,12 +59,10 @@ class StopAtStep(keras.callbacks.Callback):
         super().__init__()
         check_flags("StopAtStep", more=more)
         if not is_count(n, 1):
-            raise ValueError(
-                message(
-                    "StopAtStep(n) takes a whole number of optimizer steps, 1 or more.",
-                    received={"n": n},
-                    fix="Write for example StopAtStep(10_000).",
-                )
+            raise value_error(
+                "StopAtStep(n) takes a whole number of optimizer steps, 1 or more.",
+                received={"n": n},
+                fix="Write for example StopAtStep(10_000).",
             )
         self.n = n.__index__()
         self.more = bool(more)
@@ -96,14 +94,12 @@ class StopAtStep(keras.callbacks.Callback):
         self._first = None
         self._fit = fit_in_training(self._trainer)
         if self._fit is None and self._trainer.steps_per_execution != 1:
-            raise ValueError(
-                message(
-                    "Stock Keras cannot shorten a launch of several steps; under a TPUStrategy "
-                    "StopAtStep can.",
-                    received={"steps_per_execution": self._trainer.steps_per_execution},
-                    fix="Build the model in TPUStrategy().scope(), or compile it with "
-                    "steps_per_execution=1.",
-                )
+            raise value_error(
+                "Stock Keras cannot shorten a launch of several steps; under a TPUStrategy "
+                "StopAtStep can.",
+                received={"steps_per_execution": self._trainer.steps_per_execution},
+                fix="Build the model in TPUStrategy().scope(), or compile it with "
+                "steps_per_execution=1.",
             )
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -168,13 +164,11 @@ class StopAtStep(keras.callbacks.Callback):
 
     def _check_left(self) -> None:
         if self._left <= 0:
-            raise ValueError(
-                message(
-                    f"StopAtStep({self.n}) stops when the optimizer has run {self.n} steps.",
-                    received=f"a model whose optimizer.iterations is "
-                    f"{int(self._trainer.optimizer.iterations)}.",
-                    fix="Give a larger n: it counts over the model's life, not from this fit on.",
-                )
+            raise value_error(
+                f"StopAtStep({self.n}) stops when the optimizer has run {self.n} steps.",
+                received=f"a model whose optimizer.iterations is "
+                f"{int(self._trainer.optimizer.iterations)}.",
+                fix="Give a larger n: it counts over the model's life, not from this fit on.",
             )
 
     def _more_steps(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 import numpy as np
 
 from keras_tpu_dist.common import tensorflow_names
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.paths import plain_path
 
 P = ParamSpec("P")
@@ -53,12 +53,10 @@ def check_flags(caller: str, **flags: Any) -> None:
     """
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise ValueError(
-                message(
-                    f"{name} of {caller} is True or False.",
-                    received={name: value},
-                    fix=f"Write {name}=True, or {name}=False.",
-                )
+            raise value_error(
+                f"{name} of {caller} is True or False.",
+                received={name: value},
+                fix=f"Write {name}=True, or {name}=False.",
             )
 
 
@@ -72,12 +70,10 @@ def check_counts(caller: str, least: int = 1, **counts: Any) -> None:
     """
     for name, value in counts.items():
         if not is_count(value, least):
-            raise ValueError(
-                message(
-                    f"{name} of {caller} is a whole number of at least {least}.",
-                    received={name: value},
-                    fix=f"Write for example {name}={max(least, 2)}.",
-                )
+            raise value_error(
+                f"{name} of {caller} is a whole number of at least {least}.",
+                received={name: value},
+                fix=f"Write for example {name}={max(least, 2)}.",
             )
 
 
@@ -91,12 +87,10 @@ def check_seconds(caller: str, **seconds: Any) -> None:
     for name, value in seconds.items():
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
-            raise ValueError(
-                message(
-                    f"{name} of {caller} is a number of seconds above 0.",
-                    received={name: value},
-                    fix=f"Write for example {name}=600.0.",
-                )
+            raise value_error(
+                f"{name} of {caller} is a number of seconds above 0.",
+                received={name: value},
+                fix=f"Write for example {name}=600.0.",
             )
 
 
@@ -109,12 +103,10 @@ def check_callable(caller: str, **functions: Any) -> None:
     """
     for name, value in functions.items():
         if not callable(value):
-            raise ValueError(
-                message(
-                    f"{name} of {caller} is a function.",
-                    received={name: value},
-                    fix="Pass the function itself.",
-                )
+            raise value_error(
+                f"{name} of {caller} is a function.",
+                received={name: value},
+                fix="Pass the function itself.",
             )
 
 
@@ -127,12 +119,10 @@ def check_text(caller: str, **texts: Any) -> None:
     """
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise ValueError(
-                message(
-                    f"{name} of {caller} is a text.",
-                    received={name: value},
-                    fix="Give it as a str.",
-                )
+            raise value_error(
+                f"{name} of {caller} is a text.",
+                received={name: value},
+                fix="Give it as a str.",
             )
 
 
@@ -151,7 +141,7 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path:
         return plain_path(path)
-    raise ValueError(message(f"{name} of {caller} is a path.", received={name: value}, fix=fix))
+    raise value_error(f"{name} of {caller} is a path.", received={name: value}, fix=fix)
 
 
 def known_words(function: Callable[P, R]) -> Callable[P, R]:
@@ -231,10 +221,8 @@ def check_model(model: Any, caller: str) -> None:
         caller: The function that got it, for the error.
     """
     if not hasattr(model, "trainable_variables") or isinstance(model, type):
-        raise ValueError(
-            message(
-                f"{caller} needs a model.",
-                received={"model": model},
-                fix="Pass a keras.Model.",
-            )
+        raise value_error(
+            f"{caller} needs a model.",
+            received={"model": model},
+            fix="Pass a keras.Model.",
         )

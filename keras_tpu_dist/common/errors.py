@@ -61,3 +61,25 @@ data. Did you mean 'data'?
         received = ", ".join(f"{key}={value!r}" for key, value in received.items()) + "."
     hint = did_you_mean(name, choices) if name is not None else ""
     return f"{rule} Received: {received} {fix}{hint}"
+
+
+def value_error(
+    rule: str,
+    *,
+    received: Mapping[str, object] | str,
+    fix: str,
+    name: str | None = None,
+    choices: Iterable[object] = (),
+) -> ValueError:
+    """A `ValueError` to raise, with the text of `message`, which has the same arguments."""
+    return ValueError(message(rule, received=received, fix=fix, name=name, choices=choices))
+
+
+def type_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> TypeError:
+    """A `TypeError` to raise. See `value_error`."""
+    return TypeError(message(rule, received=received, fix=fix))
+
+
+def runtime_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> RuntimeError:
+    """A `RuntimeError` to raise. See `value_error`."""
+    return RuntimeError(message(rule, received=received, fix=fix))

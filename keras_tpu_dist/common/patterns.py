@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, value_error
 
 
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -25,12 +25,10 @@ def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     one = isinstance(patterns, str) or not listed
     found: tuple[Any, ...] = (patterns,) if one else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in found):
-        raise ValueError(
-            message(
-                "Patterns of paths are a text, or a list of them.",
-                received={"patterns": patterns},
-                fix='Write for example "*/head/*".',
-            )
+        raise value_error(
+            "Patterns of paths are a text, or a list of them.",
+            received={"patterns": patterns},
+            fix='Write for example "*/head/*".',
         )
     return found
 
@@ -62,15 +60,13 @@ def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix:
     names = list(names)
     lost = [each for each in patterns if not any(matches(name, [each]) for name in names)]
     if lost:
-        raise ValueError(
-            message(
-                rule,
-                received="; ".join(
-                    f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
-                    for each in lost
-                    for hint in [did_you_mean(each.strip("*/"), names)]
-                )
-                + ".",
-                fix=fix,
+        raise value_error(
+            rule,
+            received="; ".join(
+                f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
+                for each in lost
+                for hint in [did_you_mean(each.strip("*/"), names)]
             )
+            + ".",
+            fix=fix,
         )

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from keras_tpu_dist.common import phases, records
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import REPLAY, START, TRAIN, Timeline
 
@@ -101,12 +101,10 @@ def begin(path: str) -> None:
         _recorder = GoodputRecorder(path, process_began())
         _recorder.start()
     elif _recorder.path != absolute_path(path):
-        raise ValueError(
-            message(
-                "A run has only one goodput file.",
-                received={"path": path, "the run's": _recorder.path},
-                fix="Use the same path, or leave the callback out with `launch --goodput`.",
-            )
+        raise value_error(
+            "A run has only one goodput file.",
+            received={"path": path, "the run's": _recorder.path},
+            fix="Use the same path, or leave the callback out with `launch --goodput`.",
         )
 
 

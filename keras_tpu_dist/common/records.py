@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -103,12 +103,10 @@ def check_ours(path: str) -> None:
     except FileNotFoundError:
         return
     if others and not found:
-        raise ValueError(
-            message(
-                "Goodput is added to a new file, or to a goodput file.",
-                received=f"{path!r}, which has no line of goodput and {others} other(s).",
-                fix="Use another name, such as goodput.jsonl.",
-            )
+        raise value_error(
+            "Goodput is added to a new file, or to a goodput file.",
+            received=f"{path!r}, which has no line of goodput and {others} other(s).",
+            fix="Use another name, such as goodput.jsonl.",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, type_error
 
 _GUIDE = "Pass none of TensorFlow's objects: docs/migration.md says what to write for each."
 
@@ -118,12 +118,10 @@ class Absent:
         short = self._name.rpartition(".")[2]
         known = {name: of_argument(short, name) for name in arguments}
         fixes = [f"{name}: {instead}" for name, instead in known.items() if instead]
-        raise TypeError(
-            message(
-                f"{short} is TensorFlow's, and there is none here.",
-                received=f"{self._name}({', '.join(f'{name}=' for name in arguments)}).",
-                fix=" ".join([self._instead, *fixes]),
-            )
+        raise type_error(
+            f"{short} is TensorFlow's, and there is none here.",
+            received=f"{self._name}({', '.join(f'{name}=' for name in arguments)}).",
+            fix=" ".join([self._instead, *fixes]),
         )
 
     if not TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_tpu_dist.common.checks import is_count, known_words, knows_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.topology import Topology
@@ -55,14 +55,12 @@ class DeviceAssignment(Printed, TensorFlowNames):
         rows = rows and all(isinstance(row, tuple) and len(row) > 0 for row in order)
         counts = rows and all(is_count(place, 0) for row in order for place in row)
         if not (isinstance(self.topology, Topology) and counts):
-            raise ValueError(
-                message(
-                    "An assignment needs a slice, and an order with the positions of the devices "
-                    "of "
-                    "every replica.",
-                    received={"topology": self.topology, "order": order},
-                    fix="Create one with DeviceAssignment.build or DeviceAssignment.from_order.",
-                )
+            raise value_error(
+                "An assignment needs a slice, and an order with the positions of the devices "
+                "of "
+                "every replica.",
+                received={"topology": self.topology, "order": order},
+                fix="Create one with DeviceAssignment.build or DeviceAssignment.from_order.",
             )
 
     @classmethod
@@ -108,12 +106,10 @@ class DeviceAssignment(Printed, TensorFlowNames):
         rows = _blocks(chosen, block)
         wanted = len(rows) if num_replicas is None else num_replicas
         if not is_count(wanted, 1) or wanted > len(rows):
-            raise ValueError(
-                message(
-                    f"{chosen} holds {len(rows)} blocks of {_text(_written(chosen, block))}.",
-                    received={"num_replicas": num_replicas},
-                    fix=f"Ask for 1 to {len(rows)} replicas, or for smaller blocks.",
-                )
+            raise value_error(
+                f"{chosen} holds {len(rows)} blocks of {_text(_written(chosen, block))}.",
+                received={"num_replicas": num_replicas},
+                fix=f"Ask for 1 to {len(rows)} replicas, or for smaller blocks.",
             )
         return cls(chosen, tuple(tuple(map(int, row)) for row in rows[:wanted]), block)
 
@@ -144,24 +140,20 @@ class DeviceAssignment(Printed, TensorFlowNames):
         rows = [list(row) if _is_list(row) else row for row in order] if _is_list(order) else []
         lengths = [len(row) if isinstance(row, list) else "no list" for row in rows]
         if not rows or lengths[0] in (0, "no list") or len(set(lengths)) > 1:
-            raise ValueError(
-                message(
-                    "An order has the same number of devices for every replica, at least one.",
-                    received={"devices per replica": lengths},
-                    fix="Write for example [[0, 1], [2, 3]].",
-                )
+            raise value_error(
+                "An order has the same number of devices for every replica, at least one.",
+                received={"devices per replica": lengths},
+                fix="Write for example [[0, 1], [2, 3]].",
             )
         places = _places_by_name(chosen)
         found = [[_place(entry, places, chosen) for entry in row] for row in rows]
         flat = list(itertools.chain.from_iterable(found))
         twice = sorted({place for place in flat if flat.count(place) > 1})
         if twice:
-            raise ValueError(
-                message(
-                    "A device can occur in an order only once.",
-                    received={"twice": [chosen.devices()[place] for place in twice]},
-                    fix="Name every device once.",
-                )
+            raise value_error(
+                "A device can occur in an order only once.",
+                received={"twice": [chosen.devices()[place] for place in twice]},
+                fix="Name every device once.",
             )
         return cls(chosen, tuple(map(tuple, found)))
 
@@ -244,12 +236,10 @@ class DeviceAssignment(Printed, TensorFlowNames):
         found = [replica for replica in every if self.host(replica, logical_core) == task_id]
         if not found:
             hosts = sorted({self.host(replica, logical_core) for replica in every})
-            raise ValueError(
-                message(
-                    "No replica has this logical device on this host.",
-                    received={"task_id": task_id, "logical_core": logical_core},
-                    fix=f"Use one of the hosts {hosts}.",
-                )
+            raise value_error(
+                "No replica has this logical device on this host.",
+                received={"task_id": task_id, "logical_core": logical_core},
+                fix=f"Use one of the hosts {hosts}.",
             )
         return found
 
@@ -286,13 +276,11 @@ class DeviceAssignment(Printed, TensorFlowNames):
         if not known or not (
             replica < self.num_replicas and logical_core < self.num_cores_per_replica
         ):
-            raise ValueError(
-                message(
-                    "Logical devices are counted from 0 within their replica.",
-                    received={"replica": replica, "logical_core": logical_core},
-                    fix=f"There are replicas 0 to {self.num_replicas - 1} with logical devices 0 "
-                    f"to {self.num_cores_per_replica - 1}.",
-                )
+            raise value_error(
+                "Logical devices are counted from 0 within their replica.",
+                received={"replica": replica, "logical_core": logical_core},
+                fix=f"There are replicas 0 to {self.num_replicas - 1} with logical devices 0 "
+                f"to {self.num_cores_per_replica - 1}.",
             )
 
 
@@ -320,14 +308,12 @@ def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int
     counted = all(is_count(n, 1) for n in entries)
     if len(entries) not in (dims, dims + 1, 4) or not counted:
         names = ("x", "y", "z")[:dims]
-        raise ValueError(
-            message(
-                f"A computation shape on {topology} is ({', '.join(names)}) in chips, optionally "
-                f"followed "
-                "by the cores of a chip, all positive.",
-                received={"computation_shape": shape},
-                fix=f"Write for example computation_shape={_tiling(topology)[0]}.",
-            )
+        raise value_error(
+            f"A computation shape on {topology} is ({', '.join(names)}) in chips, optionally "
+            f"followed "
+            "by the cores of a chip, all positive.",
+            received={"computation_shape": shape},
+            fix=f"Write for example computation_shape={_tiling(topology)[0]}.",
         )
     entries = tuple(map(int, entries))
     chips, cores = entries[:3], entries[3:]
@@ -337,12 +323,10 @@ def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int
     block = (chips[0], chips[1], chips[2], cores[0])
     if any(side % part for side, part in zip(_sides(topology), block)):
         near = _tiling(topology, math.prod(block))
-        raise ValueError(
-            message(
-                "Blocks must tile the slice: each side of it must be a multiple of the block's.",
-                received={"topology": topology.name, "computation_shape": shape},
-                fix=f"Use one of: {', '.join(map(str, near))}.",
-            )
+        raise value_error(
+            "Blocks must tile the slice: each side of it must be a multiple of the block's.",
+            received={"topology": topology.name, "computation_shape": shape},
+            fix=f"Use one of: {', '.join(map(str, near))}.",
         )
     return block
 
@@ -393,12 +377,10 @@ def _place(entry: Any, places: dict[Any, int], topology: Topology) -> int:
             return places[tuple(map(int, entry))]
         return places[int(entry) if isinstance(entry, np.integer) else entry]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            message(
-                f"Every device of an order must be one of {topology}.",
-                received={"device": entry},
-                fix="Use devices, their ids, or coordinates (x, y, z, core) of one slice.",
-            )
+        raise value_error(
+            f"Every device of an order must be one of {topology}.",
+            received={"device": entry},
+            fix="Use devices, their ids, or coordinates (x, y, z, core) of one slice.",
         ) from None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.common.checks import checked_path
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.hardware.topology import Topology
@@ -64,22 +64,18 @@ class Calibration(Printed):
 
     def __post_init__(self):
         if not isinstance(self.chip, str) or self.chip not in CHIPS:
-            raise ValueError(
-                message(
-                    "A calibration belongs to one kind of chip.",
-                    received={"chip": self.chip},
-                    fix=f"Use one of: {', '.join(CHIPS)}.",
-                    name=str(self.chip),
-                    choices=CHIPS,
-                )
+            raise value_error(
+                "A calibration belongs to one kind of chip.",
+                received={"chip": self.chip},
+                fix=f"Use one of: {', '.join(CHIPS)}.",
+                name=str(self.chip),
+                choices=CHIPS,
             )
         if not isinstance(self.source, str):
-            raise ValueError(
-                message(
-                    "source is a text about where a calibration was measured.",
-                    received={"source": self.source},
-                    fix='Write for example source="our v5e-8, 2026-11-26".',
-                )
+            raise value_error(
+                "source is a text about where a calibration was measured.",
+                received={"source": self.source},
+                fix='Write for example source="our v5e-8, 2026-11-26".',
             )
         for name in _RATES:
             if getattr(self, name) is not None:
@@ -104,12 +100,10 @@ class Calibration(Printed):
             Both, or `None` if none was measured.
         """
         if not isinstance(effort, str) or effort not in _FACTORS:
-            raise ValueError(
-                message(
-                    "The effort is how hard the compiler tried.",
-                    received={"effort": effort},
-                    fix="Use 'quick' or 'exact'.",
-                )
+            raise value_error(
+                "The effort is how hard the compiler tried.",
+                received={"effort": effort},
+                fix="Use 'quick' or 'exact'.",
             )
         span = self.quick if effort == "quick" else self.exact
         return span if isinstance(span, tuple) else None
@@ -126,12 +120,10 @@ class Calibration(Printed):
         topology = Topology.parse(topology)
         chip = topology.chip
         if chip.name != self.chip:
-            raise ValueError(
-                message(
-                    "A calibration is only valid for the chip that it was measured on.",
-                    received={"calibration of": self.chip, "topology": topology.name},
-                    fix=f"Leave calibration out, or measure on {chip.name}.",
-                )
+            raise value_error(
+                "A calibration is only valid for the chip that it was measured on.",
+                received={"calibration of": self.chip, "topology": topology.name},
+                fix=f"Leave calibration out, or measure on {chip.name}.",
             )
         flops = tuple((k, v * chip.devices) for k, v in self.peak_flops.items())
         per_device = chip.devices
@@ -174,14 +166,12 @@ class Calibration(Printed):
         known = [f.name for f in fields(cls)]
         unknown = sorted(str(key) for key in data if key not in known)
         if unknown or "chip" not in data:
-            raise ValueError(
-                message(
-                    "The file of a calibration has the chip, and the measurements by name.",
-                    received={"file": file, "unknown": unknown, "chip": data.get("chip")},
-                    fix=f"Use only {', '.join(known)}.",
-                    name=unknown[0] if unknown else None,
-                    choices=known,
-                )
+            raise value_error(
+                "The file of a calibration has the chip, and the measurements by name.",
+                received={"file": file, "unknown": unknown, "chip": data.get("chip")},
+                fix=f"Use only {', '.join(known)}.",
+                name=unknown[0] if unknown else None,
+                choices=known,
             )
         return cls(**data)
 
@@ -199,12 +189,10 @@ def checked_calibration(calibration: Any) -> Calibration | None:
         return calibration
     if isinstance(calibration, (str, os.PathLike)):
         return Calibration.load(calibration)
-    raise ValueError(
-        message(
-            "calibration takes measurements on a chip.",
-            received={"calibration": calibration},
-            fix="Pass a Calibration, or the path of a file that Calibration.save wrote.",
-        )
+    raise value_error(
+        "calibration takes measurements on a chip.",
+        received={"calibration": calibration},
+        fix="Pass a Calibration, or the path of a file that Calibration.save wrote.",
     )
 
 
@@ -241,21 +229,17 @@ def _read(file: str) -> dict[str, Any]:
             text = stream.read(_MOST_BYTES + 1)
         data = json.loads(text) if len(text) <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            message(
-                "A calibration is read from a JSON file.",
-                received=f"{file!r}, which cannot be read: {error}.",
-                fix="Name a file that Calibration.save wrote.",
-            )
+        raise value_error(
+            "A calibration is read from a JSON file.",
+            received=f"{file!r}, which cannot be read: {error}.",
+            fix="Name a file that Calibration.save wrote.",
         ) from None
     if isinstance(data, dict):
         return data
-    raise ValueError(
-        message(
-            f"A calibration's file is one JSON object of at most {_MOST_BYTES // 1024} KiB.",
-            received={"file": file},
-            fix="Name a file that Calibration.save wrote.",
-        )
+    raise value_error(
+        f"A calibration's file is one JSON object of at most {_MOST_BYTES // 1024} KiB.",
+        received={"file": file},
+        fix="Name a file that Calibration.save wrote.",
     )
 
 
@@ -263,24 +247,20 @@ def _positive(name: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and 0 < value < math.inf:
         return float(value)
-    raise ValueError(
-        message(
-            f"{name} of a calibration is a finite number above 0.",
-            received={name: value},
-            fix="Leave out what you did not measure.",
-        )
+    raise value_error(
+        f"{name} of a calibration is a finite number above 0.",
+        received={name: value},
+        fix="Leave out what you did not measure.",
     )
 
 
 def _by_dtype(rates: Any) -> dict[str, float]:
     if isinstance(rates, Mapping) and all(name in _DTYPES for name in rates):
         return {name: _positive(f"peak_flops[{name!r}]", rate) for name, rate in rates.items()}
-    raise ValueError(
-        message(
-            "peak_flops of a calibration has operations per second by dtype.",
-            received={"peak_flops": rates},
-            fix=f"Use a dict with some of: {', '.join(_DTYPES)}.",
-        )
+    raise value_error(
+        "peak_flops of a calibration has operations per second by dtype.",
+        received={"peak_flops": rates},
+        fix=f"Use a dict with some of: {', '.join(_DTYPES)}.",
     )
 
 
@@ -291,10 +271,8 @@ def _span(name: str, value: Any) -> Span:
         low, high = (_positive(name, end) for end in ends)
         if low <= high:
             return low, high
-    raise ValueError(
-        message(
-            f"{name} of a calibration is one factor, or the smallest and the largest.",
-            received={name: value},
-            fix=f"Write for example {name}=(0.4, 0.6).",
-        )
+    raise value_error(
+        f"{name} of a calibration is one factor, or the smallest and the largest.",
+        received={name: value},
+        fix=f"Write for example {name}=(0.4, 0.6).",
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.option_trial import first_line, refused_options
 from keras_tpu_dist.hardware.versions import (
@@ -56,13 +56,11 @@ def checked_compiler_options(options: Any) -> Any:
         isinstance(name, str) and isinstance(value, values) for name, value in options.items()
     )
     if not (plain or options is None or options == "auto"):
-        raise ValueError(
-            message(
-                "compiler_options is 'auto', None, or a dict from XLA's names of options to "
-                "strings, booleans or numbers.",
-                received={"compiler_options": options},
-                fix='Write for example {"xla_enable_async_all_reduce": False}.',
-            )
+        raise value_error(
+            "compiler_options is 'auto', None, or a dict from XLA's names of options to "
+            "strings, booleans or numbers.",
+            received={"compiler_options": options},
+            fix='Write for example {"xla_enable_async_all_reduce": False}.',
         )
     return options if options is None or options == "auto" else dict(options)
 
@@ -142,12 +140,10 @@ def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | N
             wanted, chosen_names(options, first, mesh.size, split), mesh.local_devices
         )
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            message(
-                "compiler_options are options of XLA that the devices' compiler knows.",
-                received=f"{_given(options)}, of which XLA says: {error}",
-                fix=f"Leave out what is not for {first.platform!r}, or correct it.",
-            )
+        raise value_error(
+            "compiler_options are options of XLA that the devices' compiler knows.",
+            received=f"{_given(options)}, of which XLA says: {error}",
+            fix=f"Leave out what is not for {first.platform!r}, or correct it.",
         ) from error
     warn_of_refused(refused, first.device_kind)
     return {name: value for name, value in wanted.items() if name not in refused} or None

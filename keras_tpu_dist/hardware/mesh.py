@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
@@ -64,25 +64,21 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
     finished = isinstance(mesh, keras.distribution.DeviceMesh)
     if finished or isinstance(mesh, DeviceAssignment):
         if devices is not None:
-            raise ValueError(
-                message(
-                    "A finished mesh already has its devices.",
-                    received=f"mesh={mesh!r} and devices={list(devices)!r}.",
-                    fix="Leave `devices` out, or give the mesh as a dict of axis sizes.",
-                )
+            raise value_error(
+                "A finished mesh already has its devices.",
+                received=f"mesh={mesh!r} and devices={list(devices)!r}.",
+                fix="Leave `devices` out, or give the mesh as a dict of axis sizes.",
             )
         return mesh if finished else _of_assignment(mesh)
     chosen = _devices(devices)
     if mesh is None:
         mesh = {"data": len(chosen)}
     if not isinstance(mesh, Mapping):
-        raise ValueError(
-            message(
-                "A mesh is a dict of axis sizes, a keras.distribution.DeviceMesh, a "
-                "DeviceAssignment or None.",
-                received={"mesh": mesh},
-                fix='Write for example mesh={"data": -1, "model": 2}.',
-            )
+        raise value_error(
+            "A mesh is a dict of axis sizes, a keras.distribution.DeviceMesh, a "
+            "DeviceAssignment or None.",
+            received={"mesh": mesh},
+            fix='Write for example mesh={"data": -1, "model": 2}.',
         )
     sizes = _axis_sizes(mesh, chosen)
     shape = tuple(sizes.values())
@@ -211,22 +207,18 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     chosen: tuple[Any, ...] = tuple(data_axes) if listed else (data_axes,)
     for name in chosen:
         if name not in axis_names:
-            raise ValueError(
-                message(
-                    "Every data axis must be an axis of the mesh.",
-                    received={"data_axes": chosen, "mesh axes": tuple(axis_names)},
-                    fix=f"Use names among {', '.join(axis_names)}.",
-                    name=name,
-                    choices=axis_names,
-                )
+            raise value_error(
+                "Every data axis must be an axis of the mesh.",
+                received={"data_axes": chosen, "mesh axes": tuple(axis_names)},
+                fix=f"Use names among {', '.join(axis_names)}.",
+                name=name,
+                choices=axis_names,
             )
     if len(set(chosen)) != len(chosen):
-        raise ValueError(
-            message(
-                "A data axis can occur only once.",
-                received={"data_axes": chosen},
-                fix="Name every axis once.",
-            )
+        raise value_error(
+            "A data axis can occur only once.",
+            received={"data_axes": chosen},
+            fix="Name every axis once.",
         )
     return chosen
 
@@ -237,20 +229,16 @@ def _devices(devices) -> list:
     listed = isinstance(devices, Iterable) and not isinstance(devices, str)
     chosen = list(devices) if listed else [devices]
     if not listed or not all(isinstance(d, str) or hasattr(d, "device_kind") for d in chosen):
-        raise ValueError(
-            message(
-                "Devices are a flat list of jax.Device objects or of names.",
-                received={"devices": devices},
-                fix='Write for example devices=jax.devices()[:4], or ["cpu:0", "cpu:1"].',
-            )
+        raise value_error(
+            "Devices are a flat list of jax.Device objects or of names.",
+            received={"devices": devices},
+            fix='Write for example devices=jax.devices()[:4], or ["cpu:0", "cpu:1"].',
         )
     if not chosen:
-        raise ValueError(
-            message(
-                "A mesh needs at least one device.",
-                received={"devices": chosen},
-                fix="Leave `devices` out to use all of jax.devices().",
-            )
+        raise value_error(
+            "A mesh needs at least one device.",
+            received={"devices": chosen},
+            fix="Leave `devices` out to use all of jax.devices().",
         )
     by_name = {}
     if any(isinstance(device, str) for device in chosen):
@@ -258,23 +246,19 @@ def _devices(devices) -> list:
     found = []
     for device in chosen:
         if isinstance(device, str) and device not in by_name:
-            raise ValueError(
-                message(
-                    "Every device must be attached.",
-                    received={"device": device, "attached": sorted(by_name)},
-                    fix="Use names from keras.distribution.list_devices().",
-                    name=device,
-                    choices=by_name,
-                )
+            raise value_error(
+                "Every device must be attached.",
+                received={"device": device, "attached": sorted(by_name)},
+                fix="Use names from keras.distribution.list_devices().",
+                name=device,
+                choices=by_name,
             )
         found.append(by_name.get(device, device) if isinstance(device, str) else device)
     if len(set(found)) != len(found):
-        raise ValueError(
-            message(
-                "A device can occur in a mesh only once.",
-                received={"devices": chosen},
-                fix="Name every device once.",
-            )
+        raise value_error(
+            "A device can occur in a mesh only once.",
+            received={"devices": chosen},
+            fix="Name every device once.",
         )
     return found
 
@@ -282,44 +266,36 @@ def _devices(devices) -> list:
 def _axis_sizes(mesh: Mapping[str, int], devices: Sequence[Any]) -> dict[str, int]:
     sizes, num_devices = dict(mesh), len(devices)
     if not sizes:
-        raise ValueError(
-            message(
-                "A mesh needs at least one axis.",
-                received={"mesh": sizes},
-                fix='Write mesh={"data": -1}, or leave it out.',
-            )
+        raise value_error(
+            "A mesh needs at least one axis.",
+            received={"mesh": sizes},
+            fix='Write mesh={"data": -1}, or leave it out.',
         )
     for name, size in sizes.items():
         named = isinstance(name, str) and name.strip()
         if not named or not is_count(size, -1) or size == 0:
-            raise ValueError(
-                message(
-                    "A mesh axis is a name with a positive size, or -1 for the remaining devices.",
-                    received={"axis": name, "size": size},
-                    fix='Write for example mesh={"data": -1, "model": 2}.',
-                )
+            raise value_error(
+                "A mesh axis is a name with a positive size, or -1 for the remaining devices.",
+                received={"axis": name, "size": size},
+                fix='Write for example mesh={"data": -1, "model": 2}.',
             )
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(
-            message(
-                "Only one axis size may be -1.",
-                received={"mesh": sizes},
-                fix=f"Give a number to all but one of {', '.join(open_axes)}.",
-            )
+        raise value_error(
+            "Only one axis size may be -1.",
+            received={"mesh": sizes},
+            fix=f"Give a number to all but one of {', '.join(open_axes)}.",
         )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes and num_devices % fixed == 0:
         sizes[open_axes[0]] = num_devices // fixed
     elif open_axes or fixed != num_devices:
-        raise ValueError(
-            message(
-                "The axis sizes must multiply to the number of devices.",
-                received=f"mesh={sizes!r}, whose sizes multiply to {fixed}, on {num_devices} "
-                "device(s).",
-                fix=f"Choose sizes whose product is {num_devices}, let one be -1, or pass "
-                f"`devices` with {fixed} of them.{_simulation(fixed, devices)}",
-            )
+        raise value_error(
+            "The axis sizes must multiply to the number of devices.",
+            received=f"mesh={sizes!r}, whose sizes multiply to {fixed}, on {num_devices} "
+            "device(s).",
+            fix=f"Choose sizes whose product is {num_devices}, let one be -1, or pass "
+            f"`devices` with {fixed} of them.{_simulation(fixed, devices)}",
         )
     return {name: int(size) for name, size in sizes.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.environment import DEVICE_COUNT_FLAG, simulated_environment
 
@@ -38,12 +38,10 @@ def simulate(num_devices: int = 8) -> None:
     8
     """
     if not is_count(num_devices, 1):
-        raise ValueError(
-            message(
-                "The number of simulated devices must be a positive integer.",
-                received={"num_devices": num_devices},
-                fix="Write ktd.simulate(8).",
-            )
+        raise value_error(
+            "The number of simulated devices must be a positive integer.",
+            received={"num_devices": num_devices},
+            fix="Write ktd.simulate(8).",
         )
     import jax
 
@@ -51,14 +49,12 @@ def simulate(num_devices: int = 8) -> None:
         devices = jax.devices()
         if devices[0].platform == "cpu" and len(devices) == num_devices:
             return
-        raise RuntimeError(
-            message(
-                "simulate() must run before JAX starts.",
-                received=f"num_devices={num_devices}, but JAX already runs on {len(devices)} "
-                f"device(s) of platform {devices[0].platform!r}.",
-                fix="Call ktd.simulate() right after the imports, before the first array, model "
-                "or jax.devices(); in a notebook, restart the kernel first.",
-            )
+        raise runtime_error(
+            "simulate() must run before JAX starts.",
+            received=f"num_devices={num_devices}, but JAX already runs on {len(devices)} "
+            f"device(s) of platform {devices[0].platform!r}.",
+            fix="Call ktd.simulate() right after the imports, before the first array, model "
+            "or jax.devices(); in a notebook, restart the kernel first.",
         )
     os.environ.update(simulated_environment(num_devices))
     # jax read its environment when it was imported, maybe before this line.

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.checks import check_text, is_count, knows_words
-from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, message, value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
@@ -65,13 +65,11 @@ def checked_slices(slices: Any, chip: Chip, name: object) -> int:
     """
     counted = is_count(slices, 1) and slices <= _MOST_SLICES
     if not counted or (slices > 1 and not chip.dcn_bandwidth):
-        raise ValueError(
-            message(
-                f"The number of slices must be at least 1, at most {_MOST_SLICES}, and 1 on TPU v2 "
-                "and v3, which cannot be joined over the data-centre network.",
-                received={"topology": str(name), "num_slices": slices},
-                fix="Write num_slices=1, or a v4 or later chip.",
-            )
+        raise value_error(
+            f"The number of slices must be at least 1, at most {_MOST_SLICES}, and 1 on TPU v2 "
+            "and v3, which cannot be joined over the data-centre network.",
+            received={"topology": str(name), "num_slices": slices},
+            fix="Write num_slices=1, or a v4 or later chip.",
         )
     return operator.index(slices)
 
@@ -125,13 +123,11 @@ class Topology(Printed, TensorFlowNames):
         hosts = self.given_chips_per_host
         counted = is_count(self.num_slices, 1) and (hosts is None or is_count(hosts, 1))
         if not (isinstance(self.chip, Chip) and sides and counted):
-            raise ValueError(
-                message(
-                    "A slice has a chip, and counts for its shape, slices and chips per host.",
-                    received={"chip": self.chip, "shape": self.shape}
-                    | {"num_slices": self.num_slices, "given_chips_per_host": hosts},
-                    fix='Create one by name: Topology.parse("v5e:4x4").',
-                )
+            raise value_error(
+                "A slice has a chip, and counts for its shape, slices and chips per host.",
+                received={"chip": self.chip, "shape": self.shape}
+                | {"num_slices": self.num_slices, "given_chips_per_host": hosts},
+                fix='Create one by name: Topology.parse("v5e:4x4").',
             )
 
     @classmethod
@@ -158,13 +154,11 @@ class Topology(Printed, TensorFlowNames):
         topology = of_devices(found) if found else None
         is_tpu = bool(found) and found[0].platform == "tpu"
         if not found or (is_tpu and topology is None):
-            raise ValueError(
-                message(
-                    "The torus is only known from the devices of whole slices.",
-                    received={"devices": found},
-                    fix="Pass all devices of the slice, or choose the order yourself with "
-                    "DeviceAssignment.from_order.",
-                )
+            raise value_error(
+                "The torus is only known from the devices of whole slices.",
+                received={"devices": found},
+                fix="Pass all devices of the slice, or choose the order yourself with "
+                "DeviceAssignment.from_order.",
             )
         if topology is None:
             hosts = len({device.process_index for device in found})
@@ -190,13 +184,11 @@ class Topology(Printed, TensorFlowNames):
         """
         devices = _listed(devices)
         if len(devices) != self.num_devices:
-            raise ValueError(
-                message(
-                    "The devices must be as many as the slice has.",
-                    received={"topology": self.name, "of": self.num_devices, "got": len(devices)},
-                    fix=f"Pass {self.num_devices} devices, for example after "
-                    f"keras_tpu_dist.simulate({self.num_devices}).",
-                )
+            raise value_error(
+                "The devices must be as many as the slice has.",
+                received={"topology": self.name, "of": self.num_devices, "got": len(devices)},
+                fix=f"Pass {self.num_devices} devices, for example after "
+                f"keras_tpu_dist.simulate({self.num_devices}).",
             )
         return replace(self, _attached=tuple(devices))
 
@@ -347,12 +339,10 @@ class Topology(Printed, TensorFlowNames):
               docs.cloud.google.com/tpu/docs/v5p
         """
         if not is_count(axis, 0) or axis >= len(self.shape):
-            raise ValueError(
-                message(
-                    f"A dimension of {self.name} is a number below {len(self.shape)}.",
-                    received={"axis": axis},
-                    fix="Write 0 for x, 1 for y, 2 for z.",
-                )
+            raise value_error(
+                f"A dimension of {self.name} is a number below {len(self.shape)}.",
+                received={"axis": axis},
+                fix="Write 0 for x, 1 for y, 2 for z.",
             )
         side = self.shape[axis]
         if self.chip.dims == 1:
@@ -421,12 +411,10 @@ def _listed(devices: Any) -> list[Any]:
     listed = isinstance(devices, Iterable) and not isinstance(devices, str)
     found = list(devices) if listed else []
     if not listed or not all(hasattr(each, "device_kind") for each in found):
-        raise ValueError(
-            message(
-                "The devices of a slice are a list of jax.Device objects.",
-                received={"devices": devices},
-                fix="Pass for example jax.devices().",
-            )
+        raise value_error(
+            "The devices of a slice are a list of jax.Device objects.",
+            received={"devices": devices},
+            fix="Pass for example jax.devices().",
         )
     return found
 
@@ -511,13 +499,10 @@ def _checked_host(chips: Any, shape: tuple[int, ...], name: object) -> int | Non
     block = _HOST_BLOCKS.get(chips) if is_count(chips, 1) else None
     if block is None or any(side % of for side, of in zip(shape, block)):
         fitting = sorted({1, 4 if all(side % 2 == 0 for side in shape[:2]) else 1, whole})
-        raise ValueError(
-            message(
-                "A host of a slice has 1 or 4 chips, unless the slice has only one host.",
-                received={"topology": str(name), "chips_per_host": chips},
-                fix=f"Write chips_per_host= one of {', '.join(map(str, fitting))}, or leave it "
-                "out.",
-            )
+        raise value_error(
+            "A host of a slice has 1 or 4 chips, unless the slice has only one host.",
+            received={"topology": str(name), "chips_per_host": chips},
+            fix=f"Write chips_per_host= one of {', '.join(map(str, fitting))}, or leave it out.",
         )
     return chips
 

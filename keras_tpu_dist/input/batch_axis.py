@@ -8,7 +8,7 @@ import jax
 from jax.experimental.sparse import JAXSparse
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 
 _ELEMENTS = ("x", "y", "sample_weight")
 
@@ -32,13 +32,11 @@ def checked_batch_axis(batch_axis: Any) -> Any:
     if isinstance(batch_axis, (tuple, list)):
         return tuple(checked_batch_axis(axis) for axis in batch_axis)
     if batch_axis is not None and not is_count(batch_axis, 0):
-        raise ValueError(
-            message(
-                "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "
-                "a structure of those.",
-                received={"batch_axis": batch_axis},
-                fix="Write for example batch_axis=(1, 0) for time-major x and batch-major y.",
-            )
+        raise value_error(
+            "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "
+            "a structure of those.",
+            received={"batch_axis": batch_axis},
+            fix="Write for example batch_axis=(1, 0) for time-major x and batch-major y.",
         )
     return batch_axis
 

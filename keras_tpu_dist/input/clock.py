@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.phases import waited_for_input
 from keras_tpu_dist.common.printed import Printed
 
@@ -252,12 +252,10 @@ def checked_timeout(timeout_s: Any) -> float | None:
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is None or (number and 0 < timeout_s < threading.TIMEOUT_MAX):
         return timeout_s
-    raise ValueError(
-        message(
-            "input_timeout_s is a number of seconds above 0, or None for no limit.",
-            received={"input_timeout_s": timeout_s},
-            fix="Write for example input_timeout_s=600.",
-        )
+    raise value_error(
+        "input_timeout_s is a number of seconds above 0, or None for no limit.",
+        received={"input_timeout_s": timeout_s},
+        fix="Write for example input_timeout_s=600.",
     )
 
 

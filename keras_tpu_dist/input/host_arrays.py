@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import flatten
 
 # Types that need no conversion.
@@ -49,20 +49,16 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
     check_numbers(name, leaf)
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
     if axis >= leaf.ndim:
-        raise ValueError(
-            message(
-                f"Every array of a batch must have its batch axis: dimension {axis}.",
-                received=received,
-                fix="Correct batch_axis=..., with None for an element that has no batch axis.",
-            )
+        raise value_error(
+            f"Every array of a batch must have its batch axis: dimension {axis}.",
+            received=received,
+            fix="Correct batch_axis=..., with None for an element that has no batch axis.",
         )
     if leaf.shape[axis] == 0 and not empty:
-        raise ValueError(
-            message(
-                "A batch needs at least one row.",
-                received=received,
-                fix="Leave empty batches out of the input.",
-            )
+        raise value_error(
+            "A batch needs at least one row.",
+            received=received,
+            fix="Leave empty batches out of the input.",
         )
     return leaf.shape[axis]
 
@@ -82,30 +78,24 @@ def check_numbers(name: str, leaf: Any) -> None:
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
     first = leaf.flat[0] if leaf.dtype == object and leaf.size else ""
     if isinstance(first, (numbers.Number, np.generic)):
-        raise ValueError(
-            message(
-                "A batch must be numeric.",
-                received={**received, "of": type(first).__name__},
-                fix='Give them a dtype: x.astype("float32").',
-            )
+        raise value_error(
+            "A batch must be numeric.",
+            received={**received, "of": type(first).__name__},
+            fix='Give them a dtype: x.astype("float32").',
         )
     if not isinstance(first, (str, bytes)):
-        raise ValueError(
-            message(
-                "The rows of an array must have the same length; those of a ragged one differ.",
-                received={**received, "of": type(first).__name__},
-                fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
-                'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
-                "many lengths.",
-            )
+        raise value_error(
+            "The rows of an array must have the same length; those of a ragged one differ.",
+            received={**received, "of": type(first).__name__},
+            fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
+            'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
+            "many lengths.",
         )
-    raise ValueError(
-        message(
-            "A batch must be numeric.",
-            received=received,
-            fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
-            "input pipeline.",
-        )
+    raise value_error(
+        "A batch must be numeric.",
+        received=received,
+        fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
+        "input pipeline.",
     )
 
 
@@ -123,14 +113,12 @@ def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> 
     """
     if rows == first[1]:
         return
-    raise ValueError(
-        message(
-            "All arrays of a batch must have the same number of rows.",
-            received=f"{first[0]} with {first[1]} rows and {name} with {rows} "
-            f"(shape {tuple(leaf.shape)}).",
-            fix="Make them equal, or declare an element that has no batch axis: "
-            "TPUStrategy(batch_axis=...) with None in its place.",
-        )
+    raise value_error(
+        "All arrays of a batch must have the same number of rows.",
+        received=f"{first[0]} with {first[1]} rows and {name} with {rows} "
+        f"(shape {tuple(leaf.shape)}).",
+        fix="Make them equal, or declare an element that has no batch axis: "
+        "TPUStrategy(batch_axis=...) with None in its place.",
     )
 
 

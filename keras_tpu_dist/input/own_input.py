@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows
 from keras_tpu_dist.input.shards import InputShards
@@ -160,21 +160,17 @@ class OwnInput:
         number = [0 if batch is None else batch["rows"] for batch in described]
         for group in self.shards.processes:
             if len({number[i] for i in group}) > 1:
-                raise ValueError(
-                    message(
-                        "Processes of one input shard must provide the same rows.",
-                        received=", ".join(f"{number[i]} rows in process {i}" for i in group) + ".",
-                        fix="Divide the data by strategy.input_shard, not by jax.process_index().",
-                    )
+                raise value_error(
+                    "Processes of one input shard must provide the same rows.",
+                    received=", ".join(f"{number[i]} rows in process {i}" for i in group) + ".",
+                    fix="Divide the data by strategy.input_shard, not by jax.process_index().",
                 )
         rows = tuple(number[group[0]] for group in self.shards.processes)
         if not any(rows):
-            raise ValueError(
-                message(
-                    "A batch needs at least one row.",
-                    received="a batch that is empty in all processes.",
-                    fix="Leave empty batches out of the input.",
-                )
+            raise value_error(
+                "A batch needs at least one row.",
+                received="a batch that is empty in all processes.",
+                fix="Leave empty batches out of the input.",
             )
         return rows
 
@@ -202,24 +198,20 @@ class OwnInput:
         for group in self.shards.processes:
             for i in group:
                 if checksums[i] != checksums[group[0]]:
-                    raise ValueError(
-                        message(
-                            "Processes of one input shard must provide the same rows.",
-                            received=f"processes {group[0]} and {i}, whose first batches of an "
-                            "epoch differ.",
-                            fix="Divide the data by strategy.input_shard, and use its index as "
-                            "the seed for shuffling.",
-                        )
+                    raise value_error(
+                        "Processes of one input shard must provide the same rows.",
+                        received=f"processes {group[0]} and {i}, whose first batches of an "
+                        "epoch differ.",
+                        fix="Divide the data by strategy.input_shard, and use its index as "
+                        "the seed for shuffling.",
                     )
 
     def _check_any(self, made: int) -> None:
         if not made:
-            raise ValueError(
-                message(
-                    "fit, evaluate and predict need data with at least one row.",
-                    received="no batch in any process.",
-                    fix="Give at least one of them a batch.",
-                )
+            raise value_error(
+                "fit, evaluate and predict need data with at least one row.",
+                received="no batch in any process.",
+                fix="Give at least one of them a batch.",
             )
 
 
@@ -265,13 +257,11 @@ def _empty(described: dict) -> Any:
     """A batch without rows, with the structure that another process has."""
     leaves = described["leaves"]
     if any(same is not None for *_, same in leaves):
-        raise ValueError(
-            message(
-                "Arrays without a batch axis must come with every batch, in all processes.",
-                received=f"process {jax.process_index()}, whose input ended, without "
-                f"{[name for name, *_, same in leaves if same is not None]}.",
-                fix="Give all processes the same number of batches.",
-            )
+        raise value_error(
+            "Arrays without a batch axis must come with every batch, in all processes.",
+            received=f"process {jax.process_index()}, whose input ended, without "
+            f"{[name for name, *_, same in leaves if same is not None]}.",
+            fix="Give all processes the same number of batches.",
         )
     arrays = (np.zeros([max(size, 0) for size in shape], dtype) for _, shape, dtype, _ in leaves)
     return structure_of(described["structure"], arrays)
@@ -296,13 +286,11 @@ def described_structure(node: Any) -> Any:
         items = [[key, described_structure(node[key])] for key in keys]
         return [type(node).__name__, *items]
     if not jax.tree.structure(node) == jax.tree.structure(0):
-        raise ValueError(
-            message(
-                'Batches with input="per_process" are arrays in tuples, lists and dicts whose '
-                "keys are strings or integers.",
-                received=f"{type(node).__name__}: {str(node)[:80]}.",
-                fix="Convert it to a dict or a tuple.",
-            )
+        raise value_error(
+            'Batches with input="per_process" are arrays in tuples, lists and dicts whose '
+            "keys are strings or integers.",
+            received=f"{type(node).__name__}: {str(node)[:80]}.",
+            fix="Convert it to a dict or a tuple.",
         )
     return 0
 
@@ -375,12 +363,10 @@ def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:
         ]
     if words[0] == words[1]:
         words[1] += " with other values"
-    raise ValueError(
-        message(
-            "The batches of all processes must fit together.",
-            received=f"{words[0]} in process {one}, {words[1]} in process {other}.",
-            fix=_FIX,
-        )
+    raise value_error(
+        "The batches of all processes must fit together.",
+        received=f"{words[0]} in process {one}, {words[1]} in process {other}.",
+        fix=_FIX,
     )
 
 

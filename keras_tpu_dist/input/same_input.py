@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
@@ -37,13 +37,11 @@ def compared(batches: Iterable) -> Iterator:
             element = next(
                 (n for n, a, b in zip(names, mine, theirs, strict=False) if a != b), "batch"
             )
-            raise ValueError(
-                message(
-                    "All processes read the same batches.",
-                    received=f"{element} of an epoch's first batch, which differs between process "
-                    f"{jax.process_index()} and process {i}.",
-                    fix=fix,
-                )
+            raise value_error(
+                "All processes read the same batches.",
+                received=f"{element} of an epoch's first batch, which differs between process "
+                f"{jax.process_index()} and process {i}.",
+                fix=fix,
             )
     if first is not None:
         yield first

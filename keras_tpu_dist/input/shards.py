@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import check_counts, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 
 
@@ -45,14 +45,11 @@ class InputShard(Printed):
         listed = isinstance(self.processes, (tuple, list)) and len(self.processes) > 0
         numbers = listed and all(is_count(process, 0) for process in self.processes)
         if not is_count(self.index, 0) or self.index >= self.count or not numbers:
-            raise ValueError(
-                message(
-                    "The index of an input shard is below their count, and processes are those "
-                    "that provide it.",
-                    received={"index": self.index, "count": self.count}
-                    | {"processes": self.processes},
-                    fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
-                )
+            raise value_error(
+                "The index of an input shard is below their count, and processes are those "
+                "that provide it.",
+                received={"index": self.index, "count": self.count} | {"processes": self.processes},
+                fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,12 +98,10 @@ class InputShards:
         """
         count = len(self.blocks)
         if batch_size < count:
-            raise ValueError(
-                message(
-                    "batch_size is the global one, with at least one row for every input shard.",
-                    received=f"batch_size={batch_size} for {count} input shards.",
-                    fix=f"Choose {count} or more.",
-                )
+            raise value_error(
+                "batch_size is the global one, with at least one row for every input shard.",
+                received=f"batch_size={batch_size} for {count} input shards.",
+                fix=f"Choose {count} or more.",
             )
         return batch_size * (self.own + 1) // count - batch_size * self.own // count
 
@@ -141,14 +136,12 @@ def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
     axes = [mesh.axis_names.index(name) for name in data_axes]
     shards = input_shards_by(processes, axes, jax.process_index())
     if shards is None:
-        raise ValueError(
-            message(
-                'input="per_process" needs a mesh on which two processes hold either the same '
-                "parts of a batch or no common part, and all of them hold equally many.",
-                received={"mesh": dict(mesh.shape), "data_axes": tuple(data_axes)},
-                fix="Put the data axes first in the mesh, with a size that divides the number of "
-                'processes or is divisible by it, or leave input="global".',
-            )
+        raise value_error(
+            'input="per_process" needs a mesh on which two processes hold either the same '
+            "parts of a batch or no common part, and all of them hold equally many.",
+            received={"mesh": dict(mesh.shape), "data_axes": tuple(data_axes)},
+            fix="Put the data axes first in the mesh, with a size that divides the number of "
+            'processes or is divisible by it, or leave input="global".',
         )
     return shards
 

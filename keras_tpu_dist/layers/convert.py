@@ -10,7 +10,7 @@ from keras import tree
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.experts import route_experts
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
@@ -54,12 +54,10 @@ def convert(model):
     """
     check_model(model, "convert")
     if not model.built:
-        raise ValueError(
-            message(
-                "Only a built model can be converted, because its weights are copied.",
-                received={"model": model.name, "built": False},
-                fix="Call model.build(input_shape), or the model on one batch, first.",
-            )
+        raise value_error(
+            "Only a built model can be converted, because its weights are copied.",
+            received={"model": model.name, "built": False},
+            fix="Call model.build(input_shape), or the model on one batch, first.",
         )
     clone, build, compiled = _make_again(model)
     for layer in _keras.flatten_layers(clone):
@@ -92,13 +90,11 @@ def _make_again(model):
             return keras.saving.deserialize_keras_object(config), build, compiled
         return type(model).from_config(config["config"]), build, compiled
     except (TypeError, NotImplementedError) as error:
-        raise ValueError(
-            message(
-                "convert rebuilds a model from its own config.",
-                received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
-                fix="Give the model a get_config() that returns the arguments of its __init__, or "
-                "use ktd.layers.LSTM and its siblings when you build it.",
-            )
+        raise value_error(
+            "convert rebuilds a model from its own config.",
+            received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
+            fix="Give the model a get_config() that returns the arguments of its __init__, or "
+            "use ktd.layers.LSTM and its siblings when you build it.",
         ) from error
 
 
@@ -150,15 +146,13 @@ def _arguments(model, config) -> dict[str, Any]:
         else:
             made = tree.map_structure(_anew, given)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(
-            message(
-                "convert copies the arguments that the model is compiled with, so it must be able "
-                "to "
-                "rebuild them from their config.",
-                received=f"model {model.name!r}: {str(error).strip().splitlines()[0]}",
-                fix="Register your classes with keras.saving.register_keras_serializable(), or "
-                "convert the model before you compile it.",
-            )
+        raise value_error(
+            "convert copies the arguments that the model is compiled with, so it must be able "
+            "to "
+            "rebuild them from their config.",
+            received=f"model {model.name!r}: {str(error).strip().splitlines()[0]}",
+            fix="Register your classes with keras.saving.register_keras_serializable(), or "
+            "convert the model before you compile it.",
         ) from error
     return made
 

@@ -10,7 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.patterns import check_matched, matches, patterns_of
 from keras_tpu_dist.common.printed import Printed
 
@@ -141,13 +141,11 @@ def _refusing(model: Any) -> Callable:
         # weights.
         _keras.follow_state(_keras.state_groups(model), state)
         _keras.forget_state(model)
-        raise RuntimeError(
-            message(
-                "Freeze weights between two fits.",
-                received=f"freeze({model.name!r}) within a fit, whose optimizer was built for "
-                "other weights.",
-                fix="End this fit, freeze, compile the model with a new optimizer, and fit again.",
-            )
+        raise runtime_error(
+            "Freeze weights between two fits.",
+            received=f"freeze({model.name!r}) within a fit, whose optimizer was built for "
+            "other weights.",
+            fix="End this fit, freeze, compile the model with a new optimizer, and fit again.",
         )
 
     return refuse
@@ -227,10 +225,8 @@ def _told(model: Any) -> Frozen:
 
 def _check_built(model: Any) -> None:
     if not _keras.is_built(model):
-        raise ValueError(
-            message(
-                "The weights must exist before you freeze them.",
-                received=f"{model.name!r}, which is not built.",
-                fix="Give it a keras.Input, or call model.build(input_shape).",
-            )
+        raise value_error(
+            "The weights must exist before you freeze them.",
+            received=f"{model.name!r}, which is not built.",
+            fix="Give it a keras.Input, or call model.build(input_shape).",
         )

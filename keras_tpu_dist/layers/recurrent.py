@@ -11,7 +11,7 @@ from keras import tree
 from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
 from keras_tpu_dist.common.axes import entry_names
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.layers.place import Place, axes_of, find
 from keras_tpu_dist.recurrence import (
     BUILT_IN,
@@ -78,14 +78,12 @@ class FastRecurrence:
     def build(self, sequences_shape, initial_state_shape=None):
         """Creates the weights, as Keras does."""
         if self.unroll is True and sequences_shape[1] is None:
-            raise ValueError(
-                message(
-                    "`unroll=True` needs a known number of timesteps.",
-                    received={"layer": self.name, "input_shape": tuple(sequences_shape)},
-                    fix="Give keras.Input the number of timesteps, or write unroll=8 to unroll a "
-                    "loop of "
-                    "any length by 8 steps.",
-                )
+            raise value_error(
+                "`unroll=True` needs a known number of timesteps.",
+                received={"layer": self.name, "input_shape": tuple(sequences_shape)},
+                fix="Give keras.Input the number of timesteps, or write unroll=8 to unroll a "
+                "loop of "
+                "any length by 8 steps.",
             )
         check_segment(self.segment, sequences_shape[1])
         super().build(sequences_shape, initial_state_shape)
@@ -152,12 +150,10 @@ class FastRecurrence:
         """
         arithmetic = self._arithmetic()
         if isinstance(arithmetic, str):
-            raise ValueError(
-                message(
-                    "Only the fast path has variants.",
-                    received=f"layer {self.name!r} takes Keras's path: {arithmetic}.",
-                    fix="Change what the reason names, or do not call variant().",
-                )
+            raise value_error(
+                "Only the fast path has variants.",
+                received=f"layer {self.name!r} takes Keras's path: {arithmetic}.",
+                fix="Change what the reason names, or do not call variant().",
             )
         return self._variant(arithmetic, shape, self._at(place or find()), directions)
 
@@ -330,20 +326,16 @@ def check_mask(name, mask, shape):
         return None
     mask = jnp.asarray(mask)
     if mask.ndim not in (2, 3) or mask.shape[:2] != tuple(shape[:2]):
-        raise ValueError(
-            message(
-                "A mask must have one entry for every row and timestep.",
-                received={"layer": name, "mask.shape": mask.shape, "input.shape": tuple(shape)},
-                fix=f"Pass a boolean mask of shape {tuple(shape[:2])}.",
-            )
+        raise value_error(
+            "A mask must have one entry for every row and timestep.",
+            received={"layer": name, "mask.shape": mask.shape, "input.shape": tuple(shape)},
+            fix=f"Pass a boolean mask of shape {tuple(shape[:2])}.",
         )
     if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise ValueError(
-            message(
-                "A mask must be boolean (or integers 0 and 1).",
-                received={"layer": name, "mask.dtype": str(mask.dtype)},
-                fix="Write mask != 0, or mask.astype(bool).",
-            )
+        raise value_error(
+            "A mask must be boolean (or integers 0 and 1).",
+            received={"layer": name, "mask.dtype": str(mask.dtype)},
+            fix="Write mask != 0, or mask.astype(bool).",
         )
     mask = mask.astype(bool)
     return mask.any(axis=-1) if mask.ndim == 3 else mask

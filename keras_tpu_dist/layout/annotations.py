@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, named_sharding
-from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.programs.partitioner import in_compiled_code
@@ -67,12 +67,10 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
     (('kernel', (None, 'model')), ('bias', ('model',)))
     """
     if output is None and not weights:
-        raise ValueError(
-            message(
-                "split needs the layout of a weight or of the output.",
-                received={"layer": getattr(layer, "name", layer)},
-                fix='Write for example split(layer, kernel=(None, "model")), or replicate(layer).',
-            )
+        raise value_error(
+            "split needs the layout of a weight or of the output.",
+            received={"layer": getattr(layer, "name", layer)},
+            fix='Write for example split(layer, kernel=(None, "model")), or replicate(layer).',
         )
     rules = LayoutRules([(name, () if axes is None else axes) for name, axes in weights.items()])
     for axes in layouts_in(output):
@@ -250,15 +248,13 @@ def _placed_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def _check_structure(fits: bool, outputs, layout) -> None:
     if not fits:
-        raise ValueError(
-            message(
-                "A list or dict of output layouts must fit what the layer returns.",
-                received={
-                    "layouts": layout,
-                    "outputs": keras.tree.map_structure(lambda t: getattr(t, "shape", t), outputs),
-                },
-                fix="Give one entry per position or key, or one layout for all tensors.",
-            )
+        raise value_error(
+            "A list or dict of output layouts must fit what the layer returns.",
+            received={
+                "layouts": layout,
+                "outputs": keras.tree.map_structure(lambda t: getattr(t, "shape", t), outputs),
+            },
+            fix="Give one entry per position or key, or one layout for all tensors.",
         )
 
 
@@ -274,12 +270,10 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
         ValueError: If `layer` is not a Keras layer.
     """
     if not isinstance(layer, keras.Layer):
-        raise ValueError(
-            message(
-                "Only layers and models can be annotated.",
-                received={"layer": layer},
-                fix="Pass a keras.Layer.",
-            )
+        raise value_error(
+            "Only layers and models can be annotated.",
+            received={"layer": layer},
+            fix="Pass a keras.Layer.",
         )
     mark.write(layer, annotation)
     return layer
@@ -297,10 +291,8 @@ def _check_names(layer, rules: LayoutRules) -> None:
     for index, (name, _) in enumerate(rules.rules):
         if not any(index in rules.matches(path) for path in paths):
             names = sorted({variable.name for variable in layer.variables})
-            raise ValueError(
-                message(
-                    "split selects weights by their name.",
-                    received={"layer": layer.path, "weight": name, "its weights": names},
-                    fix=f"Use one of: {', '.join(names)}.{did_you_mean(name, names)}",
-                )
+            raise value_error(
+                "split selects weights by their name.",
+                received={"layer": layer.path, "weight": name, "its weights": names},
+                fix=f"Use one of: {', '.join(names)}.{did_you_mean(name, names)}",
             )

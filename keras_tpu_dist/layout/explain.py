@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, layout_text, names_in, split_ways
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement, bytes_of
@@ -350,13 +350,11 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
     if len(found) == 1:
         return found[0]
     near = nearest_path(tail, [row.path for row in found or explanation.rows])
-    raise ValueError(
-        message(
-            "explain(model, path) explains one variable.",
-            received=f"path={path!r}, which {len(found)} variables of {explanation.model!r} have.",
-            fix="Give the full path, or more of its last segments."
-            + (f" The nearest is {near!r}." if near else ""),
-        )
+    raise value_error(
+        "explain(model, path) explains one variable.",
+        received=f"path={path!r}, which {len(found)} variables of {explanation.model!r} have.",
+        fix="Give the full path, or more of its last segments."
+        + (f" The nearest is {near!r}." if near else ""),
     )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.checks import check_model
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.placement import Placement, Setting, place
@@ -46,12 +46,10 @@ class Layouts:
         if isinstance(self.layout, Planner):
             self.layout.check_mesh(mesh, data_axes)
         if shard_optimizer and not state_axes(mesh, data_axes):
-            raise ValueError(
-                message(
-                    "shard_optimizer splits optimizer slots over the data axes.",
-                    received={"shard_optimizer": True, "data axes": ()},
-                    fix='Add an axis "data" to the mesh, or name one with data_axes=.',
-                )
+            raise value_error(
+                "shard_optimizer splits optimizer slots over the data axes.",
+                received={"shard_optimizer": True, "data axes": ()},
+                fix='Add an axis "data" to the mesh, or name one with data_axes=.',
             )
         self.setting = Setting(mesh, data_axes, self.layout, bool(shard_optimizer), batch_first)
 
@@ -89,12 +87,10 @@ class Layouts:
         """
         check_model(model, "What a strategy says of layouts")
         if not isinstance(self.layout, Planner):
-            raise ValueError(
-                message(
-                    "Only a strategy with a plan as its layout can plan.",
-                    received={"layout": self.layout},
-                    fix='Use layout="fsdp", "tensor_parallel" or "auto".',
-                )
+            raise value_error(
+                "Only a strategy with a plan as its layout can plan.",
+                received={"layout": self.layout},
+                fix='Use layout="fsdp", "tensor_parallel" or "auto".',
             )
         return self.layout.plan(model, self.mesh, self.data_axes)
 
@@ -201,15 +197,13 @@ def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
     if isinstance(layout, str) and layout in PLANS:
         return Planner(layout)
     if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
-        raise ValueError(
-            message(
-                "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
-                "one of the plans fsdp, tensor_parallel, auto.",
-                received={"layout": layout},
-                fix='Write for example layout=[("dense/kernel", (None, "model"))].',
-                name=layout if isinstance(layout, str) else None,
-                choices=PLANS,
-            )
+        raise value_error(
+            "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
+            "one of the plans fsdp, tensor_parallel, auto.",
+            received={"layout": layout},
+            fix='Write for example layout=[("dense/kernel", (None, "model"))].',
+            name=layout if isinstance(layout, str) else None,
+            choices=PLANS,
         )
     rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
     check_axis_names(rules, axis_names)

@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
-from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
@@ -91,12 +91,10 @@ class LintReport(Shown):
         if self.ok:
             return self
         bad = [str(f) for f in self.findings if f.severity != "info"]
-        raise ValueError(
-            message(
-                "lint(strict=True) accepts no errors and no warnings.",
-                received="\n" + "\n".join(bad) + "\n",
-                fix="Apply the fixes above.",
-            )
+        raise value_error(
+            "lint(strict=True) accepts no errors and no warnings.",
+            received="\n" + "\n".join(bad) + "\n",
+            fix="Apply the fixes above.",
         )
 
 

@@ -8,7 +8,7 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.layout.explain import explain_model
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.show.model import ModelPicture
@@ -55,10 +55,8 @@ def picture_of(
         return dataclasses.replace(picture_of_tensor(what.path, what.shape, sharding), note=note)
     if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
         return picture_of_tensor("array", what.shape, what.sharding)
-    raise ValueError(
-        message(
-            "show draws the mesh, a model, a variable or an array on the mesh.",
-            received={"what": type(what).__name__},
-            fix="Call strategy.show(), or pass one of these.",
-        )
+    raise value_error(
+        "show draws the mesh, a model, a variable or an array on the mesh.",
+        received={"what": type(what).__name__},
+        fix="Call strategy.show(), or pass one of these.",
     )

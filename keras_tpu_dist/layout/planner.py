@@ -19,7 +19,7 @@ from keras_tpu_dist.common.axes import (
     split_ways,
 )
 from keras_tpu_dist.common.checks import check_counts, check_model
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
@@ -184,14 +184,12 @@ class Planner:
         if self.memory_bytes is not None:
             check_counts("Planner", 1, memory_bytes=self.memory_bytes)
         if not isinstance(self.kind, str) or self.kind not in PLANS:
-            raise ValueError(
-                message(
-                    'A plan is "fsdp", "tensor_parallel" or "auto".',
-                    received={"layout": self.kind},
-                    fix="Use one of them, or give rules.",
-                    name=str(self.kind),
-                    choices=PLANS,
-                )
+            raise value_error(
+                'A plan is "fsdp", "tensor_parallel" or "auto".',
+                received={"layout": self.kind},
+                fix="Use one of them, or give rules.",
+                name=str(self.kind),
+                choices=PLANS,
             )
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
@@ -211,13 +209,11 @@ class Planner:
             else 'do not split the batch, such as "model"',
         }.get(self.kind)
         if missing is not None:
-            raise ValueError(
-                message(
-                    f"The plan {self.kind!r} splits over mesh axes that {missing}.",
-                    received={"mesh": dict(mesh.shape), "data axes": tuple(data_axes)},
-                    fix='Add such an axis, for example mesh={"data": -1, "model": 2}, or choose '
-                    'layout="auto".',
-                )
+            raise value_error(
+                f"The plan {self.kind!r} splits over mesh axes that {missing}.",
+                received={"mesh": dict(mesh.shape), "data axes": tuple(data_axes)},
+                fix='Add such an axis, for example mesh={"data": -1, "model": 2}, or choose '
+                'layout="auto".',
             )
 
     def plan(self, model: Any, mesh: Mesh, data_axes: Sequence[str]) -> Plan:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
 from keras_tpu_dist.common.checks import check_text
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,10 @@ class LayoutRules:
 
     def __init__(self, rules: Iterable[tuple[str, Sequence]] | Mapping[str, Sequence]):
         if not isinstance(rules, Iterable):
-            raise ValueError(
-                message(
-                    "LayoutRules takes (pattern, axes) pairs, or a mapping of them.",
-                    received={"rules": rules},
-                    fix='Write for example LayoutRules([("dense/kernel", (None, "model"))]).',
-                )
+            raise value_error(
+                "LayoutRules takes (pattern, axes) pairs, or a mapping of them.",
+                received={"rules": rules},
+                fix='Write for example LayoutRules([("dense/kernel", (None, "model"))]).',
             )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self._rules = tuple(_checked_rule(rule) for rule in pairs)
@@ -153,12 +151,10 @@ class LayoutRules:
         except (ValueError, RecursionError) as error:
             received["error"] = str(error)
         if not isinstance(rules, list):
-            raise ValueError(
-                message(
-                    "Layout rules in JSON are a list of [pattern, axes] pairs.",
-                    received=received,
-                    fix='Write for example [["dense/kernel", [null, "model"]]].',
-                )
+            raise value_error(
+                "Layout rules in JSON are a list of [pattern, axes] pairs.",
+                received=received,
+                fix='Write for example [["dense/kernel", [null, "model"]]].',
             )
         return cls(rules)
 
@@ -173,12 +169,10 @@ class LayoutRules:
             ValueError: If a key or its axes are malformed.
         """
         if not isinstance(layout_map, keras.distribution.LayoutMap):
-            raise ValueError(
-                message(
-                    "from_layout_map takes a keras.distribution.LayoutMap.",
-                    received={"layout_map": layout_map},
-                    fix="Give (pattern, axes) pairs to LayoutRules itself.",
-                )
+            raise value_error(
+                "from_layout_map takes a keras.distribution.LayoutMap.",
+                received={"layout_map": layout_map},
+                fix="Give (pattern, axes) pairs to LayoutRules itself.",
             )
         return cls((_within("^", key, "$"), layout.axes) for key, layout in layout_map.items())
 
@@ -404,49 +398,41 @@ def _within(before: str, pattern: str, after: str = "") -> str:
 def _checked_rule(rule) -> tuple[str, Axes]:
     fix = 'Write for example ("dense/kernel", (None, "model")).'
     if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
-        raise ValueError(
-            message("A layout rule is a (pattern, axes) pair.", received={"rule": rule}, fix=fix)
+        raise value_error(
+            "A layout rule is a (pattern, axes) pair.", received={"rule": rule}, fix=fix
         )
     pattern, axes = rule
     try:
         re.compile(pattern)
         re.compile(_from_the_right(pattern))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(
-            message(
-                "The pattern of a layout rule is a regular expression.",
-                received=f"pattern={pattern!r}, which fails with: {error}.",
-                fix="Escape special characters with a backslash.",
-            )
+        raise value_error(
+            "The pattern of a layout rule is a regular expression.",
+            received=f"pattern={pattern!r}, which fails with: {error}.",
+            fix="Escape special characters with a backslash.",
         ) from error
     if axes is None:
         axes = ()
     if isinstance(axes, str) or not isinstance(axes, Sequence):
-        raise ValueError(
-            message(
-                "The axes of a layout rule are a tuple with one entry per dimension.",
-                received={"pattern": pattern, "axes": axes},
-                fix=fix,
-            )
+        raise value_error(
+            "The axes of a layout rule are a tuple with one entry per dimension.",
+            received={"pattern": pattern, "axes": axes},
+            fix=fix,
         )
     entries = tuple(tuple(e) if isinstance(e, list) else e for e in axes)
     for entry in entries:
         names = names_in((entry,)) if isinstance(entry, (str, tuple)) or entry is None else [entry]
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                message(
-                    "An entry of a layout is None, an axis name or a tuple of axis names.",
-                    received={"pattern": pattern, "entry": entry},
-                    fix=fix,
-                )
+            raise value_error(
+                "An entry of a layout is None, an axis name or a tuple of axis names.",
+                received={"pattern": pattern, "entry": entry},
+                fix=fix,
             )
     names = names_in(entries)
     if len(set(names)) != len(names):
-        raise ValueError(
-            message(
-                "A mesh axis can split only one dimension of a tensor.",
-                received={"pattern": pattern, "axes": entries},
-                fix="Use an axis only once.",
-            )
+        raise value_error(
+            "A mesh axis can split only one dimension of a tensor.",
+            received={"pattern": pattern, "axes": entries},
+            fix="Use an axis only once.",
         )
     return pattern, entries

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import names_in
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
@@ -66,20 +66,16 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     0
     """
     if logical_device is not None and not is_count(logical_device, 0):
-        raise ValueError(
-            message(
-                "Logical devices are counted from 0 within their replica.",
-                received={"logical_device": logical_device},
-                fix="Write for example assign(layer, 0).",
-            )
+        raise value_error(
+            "Logical devices are counted from 0 within their replica.",
+            received={"logical_device": logical_device},
+            fix="Write for example assign(layer, 0).",
         )
     if isinstance(layer, keras.layers.InputLayer):
-        raise ValueError(
-            message(
-                "An Input computes nothing, so it cannot be assigned.",
-                received={"layer": layer.name},
-                fix="Assign the layers that use it.",
-            )
+        raise value_error(
+            "An Input computes nothing, so it cannot be assigned.",
+            received={"layer": layer.name},
+            fix="Assign the layers that use it.",
         )
     before = annotation_of(layer) or Annotation(LayoutRules([]))
     device = None if logical_device is None else int(logical_device)
@@ -177,12 +173,10 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
     parts = [_stored_along(variable, replica) for variable in call.read]
     results = _on_one_device(replica, device, compute, shapes, values, parts, call.inputs)
     if results["losses"] and layer is None:
-        raise ValueError(
-            message(
-                "A layer in an assigned function cannot call add_loss.",
-                received={"function": function},
-                fix="Assign the layer that adds the loss instead of the function.",
-            )
+        raise value_error(
+            "A layer in an assigned function cannot call add_loss.",
+            received={"function": function},
+            fix="Assign the layer that adds the loss instead of the function.",
         )
     return call.finish(results)
 
@@ -194,29 +188,25 @@ def _replica(device: int, what: Any) -> _Replica | None:
     if strategy is None or devices == 1:
         return None
     if device >= devices:
-        raise ValueError(
-            message(
-                "A layer or function must be assigned to a logical device of the replica.",
-                received={
-                    "assigned": what,
-                    "logical device": device,
-                    "num_logical_devices": devices,
-                    "mesh": dict(strategy.mesh.shape),
-                },
-                fix=f"Assign it to 0 to {devices - 1}.",
-            )
+        raise value_error(
+            "A layer or function must be assigned to a logical device of the replica.",
+            received={
+                "assigned": what,
+                "logical device": device,
+                "num_logical_devices": devices,
+                "mesh": dict(strategy.mesh.shape),
+            },
+            fix=f"Assign it to 0 to {devices - 1}.",
         )
     if _keras.in_symbolic_scope():
         return None
     outer = _tracing.get()
     if outer is not None:
         if outer != device:
-            raise ValueError(
-                message(
-                    "A layer or function within an assigned one runs on the same device.",
-                    received={"assigned": what, "to": device, "within one assigned to": outer},
-                    fix="Assign both to the same logical device, or only the inner ones.",
-                )
+            raise value_error(
+                "A layer or function within an assigned one runs on the same device.",
+                received={"assigned": what, "to": device, "within one assigned to": outer},
+                fix="Assign both to the same logical device, or only the inner ones.",
             )
         return None
     if not in_compiled_code():

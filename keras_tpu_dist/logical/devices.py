@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.hardware.topology import Topology
@@ -173,12 +173,10 @@ class LogicalDevices:
             return target
         elif callable(target):
             return on_logical_device(target, logical_device_id)
-        raise ValueError(
-            message(
-                "A layer, the output of a layer, or a function can be assigned.",
-                received={"target": target},
-                fix="Pass the layer or the function that computes the tensor.",
-            )
+        raise value_error(
+            "A layer, the output of a layer, or a function can be assigned.",
+            received={"target": target},
+            fix="Pass the layer or the function that computes the tensor.",
         )
 
     @contextlib.contextmanager
@@ -193,27 +191,23 @@ class LogicalDevices:
         numbers = list(given) if isinstance(given, (Sequence, np.ndarray)) else [given]
         whole = all(map(is_count, numbers))
         if not whole or isinstance(given, (str, int)) or any(n < 1 for n in numbers):
-            raise ValueError(
-                message(
-                    "partition_dimensions is a list of positive integers, one per dimension.",
-                    received={"partition_dimensions": given},
-                    fix=fix,
-                )
+            raise value_error(
+                "partition_dimensions is a list of positive integers, one per dimension.",
+                received={"partition_dimensions": given},
+                fix=fix,
             )
         partition = tuple(map(int, numbers))
         if math.prod(partition) != self.number:
-            raise ValueError(
-                message(
-                    "The product of partition_dimensions must be the number of logical devices of "
-                    f"a replica, {self.number}.",
-                    received={
-                        "partition_dimensions": list(partition),
-                        "product": math.prod(partition),
-                        "mesh": dict(self.mesh.shape),
-                    },
-                    fix="Use all logical devices, or make replicas of "
-                    f"{math.prod(partition)} with mesh=DeviceAssignment.build(...).",
-                )
+            raise value_error(
+                "The product of partition_dimensions must be the number of logical devices of "
+                f"a replica, {self.number}.",
+                received={
+                    "partition_dimensions": list(partition),
+                    "product": math.prod(partition),
+                    "mesh": dict(self.mesh.shape),
+                },
+                fix="Use all logical devices, or make replicas of "
+                f"{math.prod(partition)} with mesh=DeviceAssignment.build(...).",
             )
         self._entries(partition)
         return partition
@@ -280,12 +274,10 @@ class LogicalDevices:
             sharding = NamedSharding(around, PartitionSpec(*(names or None for names in free)))
         if not taken and not isinstance(tensor, jax.core.Tracer):
             if self.topology is not None:
-                raise ValueError(
-                    message(
-                        "A slice without its chips cannot hold arrays.",
-                        received={"topology": self.topology.name, "shape": tensor.shape},
-                        fix="Call it in code that is compiled, or on attached devices.",
-                    )
+                raise value_error(
+                    "A slice without its chips cannot hold arrays.",
+                    received={"topology": self.topology.name, "shape": tensor.shape},
+                    fix="Call it in code that is compiled, or on attached devices.",
                 )
             placed = jax.device_put(tensor, sharding)
         else:
@@ -295,16 +287,14 @@ class LogicalDevices:
     def _check_logical_device(self, logical_device_id: Any) -> None:
         counted = is_count(logical_device_id, 0)
         if not counted or logical_device_id >= self.number:
-            raise ValueError(
-                message(
-                    "Logical devices are counted from 0 within their replica.",
-                    received={
-                        "logical_device_id": logical_device_id,
-                        "num_logical_devices": self.number,
-                        "mesh": dict(self.mesh.shape),
-                    },
-                    fix=f"Use 0 to {self.number - 1}.",
-                )
+            raise value_error(
+                "Logical devices are counted from 0 within their replica.",
+                received={
+                    "logical_device_id": logical_device_id,
+                    "num_logical_devices": self.number,
+                    "mesh": dict(self.mesh.shape),
+                },
+                fix=f"Use 0 to {self.number - 1}.",
             )
 
 
@@ -315,32 +305,26 @@ def _check_fits(
     sizes: bool = True,
 ) -> None:
     if len(partition) != len(shape):
-        raise ValueError(
-            message(
-                "partition_dimensions has one number for every dimension of the tensor.",
-                received={"shape": tuple(shape), "partition_dimensions": list(partition)},
-                fix=f"Give {len(shape)} numbers.",
-            )
+        raise value_error(
+            "partition_dimensions has one number for every dimension of the tensor.",
+            received={"shape": tuple(shape), "partition_dimensions": list(partition)},
+            fix=f"Give {len(shape)} numbers.",
         )
     batch = None if batch_axis is None else _dimension(batch_axis, len(shape))
     for dim, (size, parts) in enumerate(zip(shape, partition, strict=True)):
         if sizes and dim != batch and size is not None and size % parts:
-            raise ValueError(
-                message(
-                    f"Dimension {dim} must be divisible by its part of partition_dimensions.",
-                    received={"shape": tuple(shape), "partition_dimensions": list(partition)},
-                    fix=f"Pad it to {-(-size // parts) * parts}, or split another dimension.",
-                )
+            raise value_error(
+                f"Dimension {dim} must be divisible by its part of partition_dimensions.",
+                received={"shape": tuple(shape), "partition_dimensions": list(partition)},
+                fix=f"Pad it to {-(-size // parts) * parts}, or split another dimension.",
             )
 
 
 def _dimension(batch_axis: int, rank: int) -> int:
     if not is_count(batch_axis) or not -rank <= batch_axis < rank:
-        raise ValueError(
-            message(
-                "batch_axis is a dimension of the tensor.",
-                received={"batch_axis": batch_axis, "rank": rank},
-                fix="Count it from 0, or pass None for a tensor without a batch.",
-            )
+        raise value_error(
+            "batch_axis is a dimension of the tensor.",
+            received={"batch_axis": batch_axis, "rank": rank},
+            fix="Count it from 0, or pass None for a tensor without a batch.",
         )
     return batch_axis % rank

@@ -11,7 +11,7 @@ import keras
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.policies import Policy, jax_policy
 from keras_tpu_dist.programs.jaxprs import any_equation
@@ -124,13 +124,11 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
     inner = [each for each in _keras.flatten_layers(layer) if each is not layer]
     layers = {each.name for each in inner if not isinstance(each, keras.layers.InputLayer)}
     choices = sorted(layers | found)
-    raise ValueError(
-        message(
-            "The names in a remat policy are names of inner layers, or are given by "
-            "jax.ad_checkpoint.checkpoint_name.",
-            received={"layer": layer.path or layer.name, "name": wrong[0]},
-            fix=f"Use names among: {', '.join(choices)}.",
-            name=wrong[0],
-            choices=choices,
-        )
+    raise value_error(
+        "The names in a remat policy are names of inner layers, or are given by "
+        "jax.ad_checkpoint.checkpoint_name.",
+        received={"layer": layer.path or layer.name, "name": wrong[0]},
+        fix=f"Use names among: {', '.join(choices)}.",
+        name=wrong[0],
+        choices=choices,
     )

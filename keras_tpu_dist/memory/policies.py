@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 # The policies, and what they keep.
 WORDS = {
@@ -33,16 +33,14 @@ def checked_policy(policy: Any) -> Policy:
         names = tuple(policy)
         if names and all(isinstance(name, str) and name for name in names):
             return names
-    raise ValueError(
-        message(
-            f"A remat policy is one of {', '.join(map(repr, WORDS))}, or a list of the names of "
-            "layers whose outputs are kept.",
-            received={"policy": policy},
-            fix='Write for example remat(layer, "full"), or remat(block, ["attention", "up"]) to '
-            "keep the outputs of the layers with these names.",
-            name=policy if isinstance(policy, str) else None,
-            choices=WORDS,
-        )
+    raise value_error(
+        f"A remat policy is one of {', '.join(map(repr, WORDS))}, or a list of the names of "
+        "layers whose outputs are kept.",
+        received={"policy": policy},
+        fix='Write for example remat(layer, "full"), or remat(block, ["attention", "up"]) to '
+        "keep the outputs of the layers with these names.",
+        name=policy if isinstance(policy, str) else None,
+        choices=WORDS,
     )
 
 

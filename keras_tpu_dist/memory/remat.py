@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.again import computed_again
@@ -65,12 +65,10 @@ def remat(layer: Any, policy: Any = "full") -> Any:
     >>> model.summary(print_fn=lambda text: None)  # works as for any model
     """
     if not isinstance(layer, keras.Layer):
-        raise ValueError(
-            message(
-                "Only layers and models can be recomputed.",
-                received={"layer": layer},
-                fix="Pass a keras.Layer; for a function of arrays, use jax.checkpoint.",
-            )
+        raise value_error(
+            "Only layers and models can be recomputed.",
+            received={"layer": layer},
+            fix="Pass a keras.Layer; for a function of arrays, use jax.checkpoint.",
         )
     if isinstance(policy, Mapping):
         checked = _checked_rules(policy)
@@ -152,12 +150,10 @@ class LayerPolicies:
 def _checked_rules(rules: Mapping) -> dict[str, Any]:
     wrong = [pattern for pattern in rules if not isinstance(pattern, str)]
     if wrong or not rules:
-        raise ValueError(
-            message(
-                "Rules for remat map patterns of layer paths to policies.",
-                received={"remat": dict(rules)},
-                fix='Write for example {"block_*": "full"}.',
-            )
+        raise value_error(
+            "Rules for remat map patterns of layer paths to policies.",
+            received={"remat": dict(rules)},
+            fix='Write for example {"block_*": "full"}.',
         )
     return {
         pattern: None if policy is None else checked_policy(policy)

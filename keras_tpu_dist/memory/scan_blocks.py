@@ -13,7 +13,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.setting import setting
@@ -230,13 +230,11 @@ def _report_of(model: Any, specs: Any) -> ScanReport:
         try:
             jax.make_jaxpr(forward)(values, specs)
         except Exception as error:
-            raise ValueError(
-                message(
-                    "scan_blocks calls a model once, from shapes alone, to see which layer feeds "
-                    "which.",
-                    received=f"{type(error).__name__}: {error}",
-                    fix="Give the model's inputs: scan_blocks(model, inputs=x).",
-                )
+            raise value_error(
+                "scan_blocks calls a model once, from shapes alone, to see which layer feeds "
+                "which.",
+                received=f"{type(error).__name__}: {error}",
+                fix="Give the model's inputs: scan_blocks(model, inputs=x).",
             ) from error
     return reports[-1]
 
@@ -252,13 +250,11 @@ def _specs(model: Any, inputs: Any) -> Any:
         except (AttributeError, ValueError):
             inputs = None
     if inputs is None:
-        raise ValueError(
-            message(
-                "scan_blocks needs the inputs of the model's blocks.",
-                received={"model": model.name, "inputs": None},
-                fix="The inputs of a subclassed model are not known: give them with "
-                "scan_blocks(model, inputs=x).",
-            )
+        raise value_error(
+            "scan_blocks needs the inputs of the model's blocks.",
+            received={"model": model.name, "inputs": None},
+            fix="The inputs of a subclassed model are not known: give them with "
+            "scan_blocks(model, inputs=x).",
         )
 
     def spec(each):
@@ -271,12 +267,10 @@ def _specs(model: Any, inputs: Any) -> Any:
 def _check(model: Any) -> None:
     if isinstance(model, keras.Layer):
         return
-    raise ValueError(
-        message(
-            "scan_blocks looks for equal blocks in a model.",
-            received={"model": model},
-            fix="Pass a keras.Model, or a layer that contains the blocks.",
-        )
+    raise value_error(
+        "scan_blocks looks for equal blocks in a model.",
+        received={"model": model},
+        fix="Pass a keras.Model, or a layer that contains the blocks.",
     )
 
 

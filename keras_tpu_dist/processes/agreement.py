@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.assigned import (
@@ -211,15 +211,13 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
         for place in {place for of_process in parts for place in of_process[index]}:
             checksums = {i: own[index][place] for i, own in enumerate(parts) if place in own[index]}
             if len(set(checksums.values())) > 1:
-                raise ValueError(
-                    message(
-                        "All processes must have the same values in their variables."
-                        if after
-                        else "All processes must have the same weights.",
-                        received=f"variable {variable.path!r}, which differs between processes "
-                        f"{sorted(checksums)}.",
-                        fix=fix,
-                    )
+                raise value_error(
+                    "All processes must have the same values in their variables."
+                    if after
+                    else "All processes must have the same weights.",
+                    received=f"variable {variable.path!r}, which differs between processes "
+                    f"{sorted(checksums)}.",
+                    fix=fix,
                 )
 
 
@@ -250,13 +248,11 @@ def _check_same_variables(mine: list[str], answers: list[list[str]]) -> None:
         pairs = itertools.zip_longest(mine, theirs, fillvalue="nothing")
         different = next(((a, b) for a, b in pairs if a != b), None)
         if different is not None:
-            raise ValueError(
-                message(
-                    "All processes must build the same model.",
-                    received=f"{different[0]} in process {jax.process_index()}, {different[1]} in "
-                    f"process {i}.",
-                    fix="Build the model in the same way in all processes.",
-                )
+            raise value_error(
+                "All processes must build the same model.",
+                received=f"{different[0]} in process {jax.process_index()}, {different[1]} in "
+                f"process {i}.",
+                fix="Build the model in the same way in all processes.",
             )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf, check_array
@@ -102,15 +102,13 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
         check_array(shape, dtype, where=f"the rows of process {i}")
     alike = [mine[1], array.ndim, mine[0][1:]]
     if any([dtype, len(shape), shape[1:]] != alike for shape, dtype in answers):
-        raise ValueError(
-            message(
-                "Rows to join must have the same shape and dtype.",
-                received="; ".join(
-                    f"{tuple(answer)} in process {i}" for i, answer in enumerate(answers)
-                )
-                + ".",
-                fix=fix,
+        raise value_error(
+            "Rows to join must have the same shape and dtype.",
+            received="; ".join(
+                f"{tuple(answer)} in process {i}" for i, answer in enumerate(answers)
             )
+            + ".",
+            fix=fix,
         )
     longest = max(shape[0] for shape, _ in answers)
     raw = np.zeros((longest, *array.shape[1:]), array.dtype)

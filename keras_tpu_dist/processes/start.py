@@ -12,7 +12,7 @@ import jax
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common import recorder, records
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error, value_error
 from keras_tpu_dist.common.launched import (
     COORDINATOR,
     EXIT_UNAVAILABLE,
@@ -119,13 +119,11 @@ def initialize(
     if _alone and given == _NOTHING:
         return
     if _keras.jax_backend_started():
-        raise RuntimeError(
-            message(
-                "initialize() must run before JAX starts.",
-                received=f"a call after JAX started on {len(jax.local_devices())} device(s).",
-                fix="Call ktd.initialize() right after the imports, before the first array, model "
-                "or jax.devices().",
-            )
+        raise runtime_error(
+            "initialize() must run before JAX starts.",
+            received=f"a call after JAX started on {len(jax.local_devices())} device(s).",
+            fix="Call ktd.initialize() right after the imports, before the first array, model "
+            "or jax.devices().",
         )
     with _Deadline(timeout_s, given):
         try:
@@ -193,13 +191,11 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
     """JAX found no cluster: one process if nothing was given, an error if only a part was."""
     global _alone
     if given != _NOTHING:
-        raise ValueError(
-            message(
-                "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), give all of "
-                "coordinator, num_processes and process_id, or none.",
-                received=dict(zip(_ARGUMENTS, given)),
-                fix=_FIX,
-            )
+        raise value_error(
+            "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), give all of "
+            "coordinator, num_processes and process_id, or none.",
+            received=dict(zip(_ARGUMENTS, given)),
+            fix=_FIX,
         ) from error
     _alone = True
     log_once(
@@ -238,21 +234,17 @@ def _checked(certificates: dict[str, Any]) -> dict[str, Any]:
     """Arguments for JAX's mutual TLS, if this JAX has them and their files are readable."""
     known = inspect.signature(jax.distributed.initialize).parameters
     if not certificates.keys() <= known.keys():
-        raise ValueError(
-            message(
-                "Certificates need a JAX whose jax.distributed.initialize takes them.",
-                received={**certificates, "jax": jax.__version__},
-                fix='pip install "jax>=0.12" (Python 3.12 or later).',
-            )
+        raise value_error(
+            "Certificates need a JAX whose jax.distributed.initialize takes them.",
+            received={**certificates, "jax": jax.__version__},
+            fix='pip install "jax>=0.12" (Python 3.12 or later).',
         )
     for name, path in certificates.items():
         if name.endswith("_file") and not os.access(path, os.R_OK):
-            raise ValueError(
-                message(
-                    "The files with certificates must be readable.",
-                    received={name: path},
-                    fix="Correct the path, or the permissions of the file.",
-                )
+            raise value_error(
+                "The files with certificates must be readable.",
+                received={name: path},
+                fix="Correct the path, or the permissions of the file.",
             )
     return certificates
 
@@ -308,25 +300,21 @@ def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
         num_processes is None or process_id is None or process_id < num_processes
     ):
         return
-    raise ValueError(
-        message(
-            "The coordinator is host:port, and process_id counts from 0 to num_processes - 1.",
-            received=dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id))),
-            fix=_FIX,
-        )
+    raise value_error(
+        "The coordinator is host:port, and process_id counts from 0 to num_processes - 1.",
+        received=dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id))),
+        fix=_FIX,
     )
 
 
 def _check_same(given: tuple) -> None:
     started = _keras.started_as()
     if any(new not in (None, old) for new, old in zip(given, started)):
-        raise RuntimeError(
-            message(
-                "A process can be initialized only once.",
-                received={
-                    **dict(zip(_ARGUMENTS, given)),
-                    "initialized as": dict(zip(_ARGUMENTS, started)),
-                },
-                fix="Leave the second call out.",
-            )
+        raise runtime_error(
+            "A process can be initialized only once.",
+            received={
+                **dict(zip(_ARGUMENTS, given)),
+                "initialized as": dict(zip(_ARGUMENTS, started)),
+            },
+            fix="Leave the second call out.",
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.recurrence.cells import Array, Cell, Exchange, Product, State, join
 from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 
@@ -84,21 +84,17 @@ class Loop:
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
-            raise ValueError(
-                message(
-                    "Two directions in one loop cannot be cut into segments, because they meet "
-                    "the segments in opposite order.",
-                    received={"directions": self.directions, "segment": self.segment},
-                    fix="Run the directions one after the other.",
-                )
+            raise value_error(
+                "Two directions in one loop cannot be cut into segments, because they meet "
+                "the segments in opposite order.",
+                received={"directions": self.directions, "segment": self.segment},
+                fix="Run the directions one after the other.",
             )
         if self.directions == 2 and self.unrolled:
-            raise ValueError(
-                message(
-                    "Two directions can only run together in a loop.",
-                    received={"directions": self.directions, "unrolled": True},
-                    fix="Run the directions one after the other.",
-                )
+            raise value_error(
+                "Two directions can only run together in a loop.",
+                received={"directions": self.directions, "unrolled": True},
+                fix="Run the directions one after the other.",
             )
 
     @property

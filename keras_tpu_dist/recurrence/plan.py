@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.recurrence.cells import BUILT_IN, Cell
 from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
@@ -32,13 +32,11 @@ def check_unroll(unroll: bool | int) -> bool | int:
     if isinstance(unroll, bool):
         return unroll
     if not is_count(unroll, 1):
-        raise ValueError(
-            message(
-                "`unroll` must be True (all steps), False (one step) or a positive integer, the "
-                "number of steps in one iteration of the compiled loop.",
-                received={"unroll": unroll},
-                fix="Write unroll=4, or leave it out.",
-            )
+        raise value_error(
+            "`unroll` must be True (all steps), False (one step) or a positive integer, the "
+            "number of steps in one iteration of the compiled loop.",
+            received={"unroll": unroll},
+            fix="Write unroll=4, or leave it out.",
         )
     return unroll
 
@@ -66,21 +64,17 @@ def check_segment(segment: int | str | None, steps: int | None = None) -> int | 
     if segment == "auto":
         return segment if steps is None else _near_root(steps)
     if not is_count(segment, 1):
-        raise ValueError(
-            message(
-                "`segment` must be None, 'auto' or a positive integer, the number of steps between "
-                "kept states.",
-                received={"segment": segment},
-                fix="Write segment='auto'.",
-            )
+        raise value_error(
+            "`segment` must be None, 'auto' or a positive integer, the number of steps between "
+            "kept states.",
+            received={"segment": segment},
+            fix="Write segment='auto'.",
         )
     if steps is not None and segment > steps:
-        raise ValueError(
-            message(
-                "`segment` must not be longer than the sequence.",
-                received={"segment": segment, "timesteps": steps},
-                fix=f"Write segment='auto', which here means {_near_root(steps)}.",
-            )
+        raise value_error(
+            "`segment` must not be longer than the sequence.",
+            received={"segment": segment, "timesteps": steps},
+            fix=f"Write segment='auto', which here means {_near_root(steps)}.",
         )
     return segment
 

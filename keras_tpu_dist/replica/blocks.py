@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.processes.arrays import whole
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -50,12 +50,10 @@ def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
     # A mesh axis that splits nothing leaves the same piece on several devices.
     pieces = list({str(shard.index): shard for shard in shards}.values())
     if sum(piece.data.size for piece in pieces) < math.prod(shape):
-        raise RuntimeError(
-            message(
-                "A process can only read values of replicas that it holds completely.",
-                received={"shape": shape, "parts here": [piece.data.shape for piece in pieces]},
-                fix="Their sequences are split over processes: call strategy.gather in all.",
-            )
+        raise runtime_error(
+            "A process can only read values of replicas that it holds completely.",
+            received={"shape": shape, "parts here": [piece.data.shape for piece in pieces]},
+            fix="Their sequences are split over processes: call strategy.gather in all.",
         )
     host = np.empty(shape, first.dtype)
     for piece in pieces:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.datasets import DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions, exact, pad_host, pad_value, refilled
@@ -223,14 +223,12 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
     ragged = [a for a in value.sizes if a != axis]
     uneven = [a for a in ragged if len(set(value.sizes[a])) > 1]
     if uneven and not options.dynamic_batch:
-        raise ValueError(
-            message(
-                "All replicas must have equally many rows.",
-                received={"rows of each replica": value.sizes[uneven[0]]},
-                fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads the "
-                "rows and gives the function the true number (context.batch_size, "
-                "context.batch_mask); or drop the remainder of the dataset.",
-            )
+        raise value_error(
+            "All replicas must have equally many rows.",
+            received={"rows of each replica": value.sizes[uneven[0]]},
+            fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads the "
+            "rows and gives the function the true number (context.batch_size, "
+            "context.batch_mask); or drop the remainder of the dataset.",
         )
     rows = None
     if options.dynamic_batch:
@@ -264,12 +262,10 @@ def _without_other_padding(value: PerReplica, axis) -> PerReplica:
 
 def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            message(
-                "strategy.run compiles its function itself.",
-                received=f"a traced array of shape {value.shape}.",
-                fix="Call strategy.run outside of jax.jit, jax.grad and other transformations.",
-            )
+        raise type_error(
+            "strategy.run compiles its function itself.",
+            received=f"a traced array of shape {value.shape}.",
+            fix="Call strategy.run outside of jax.jit, jax.grad and other transformations.",
         )
     if isinstance(value, (int, float, complex)):
         return Leaf(value)
@@ -278,12 +274,10 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         return replace(data, generator=jax.random.key_impl(value))
     array: Any = value if isinstance(value, (np.ndarray, jax.Array)) else np.asarray(value)
     if np.dtype(array.dtype).kind in "OSU":
-        raise TypeError(
-            message(
-                "Arrays for strategy.run must be numeric.",
-                received={"dtype": str(array.dtype)},
-                fix="Encode text before, or pass a Python str, which becomes a constant.",
-            )
+        raise type_error(
+            "Arrays for strategy.run must be numeric.",
+            received={"dtype": str(array.dtype)},
+            fix="Encode text before, or pass a Python str, which becomes a constant.",
         )
     if axis is not None:
         host = whole(array) if isinstance(array, jax.Array) else array
@@ -322,26 +316,22 @@ def _is_constant(value) -> bool:
 
 def _checked_constant(value):
     if isinstance(value, DistributedIterator):
-        raise TypeError(
-            message(
-                "An iterator over a distributed dataset must be an argument by itself.",
-                received="an iterator within a list or a dict.",
-                fix="Write strategy.run(fn, args=(iterator,), steps=8), and take the batch apart "
-                "in fn.",
-            )
+        raise type_error(
+            "An iterator over a distributed dataset must be an argument by itself.",
+            received="an iterator within a list or a dict.",
+            fix="Write strategy.run(fn, args=(iterator,), steps=8), and take the batch apart "
+            "in fn.",
         )
     if isinstance(value, keras.Variable):
         return value
     try:
         hash(value)
     except TypeError as error:
-        raise TypeError(
-            message(
-                "An argument of strategy.run is an array, a number, a structure of them, or a "
-                "constant that can be hashed.",
-                received={"type": type(value).__name__},
-                fix="Pass it as an array, or let the function use it from its closure.",
-            )
+        raise type_error(
+            "An argument of strategy.run is an array, a number, a structure of them, or a "
+            "constant that can be hashed.",
+            received={"type": type(value).__name__},
+            fix="Pass it as an array, or let the function use it from its closure.",
         ) from error
     return value
 
@@ -363,14 +353,12 @@ def _common_length(flat: list, axes: list) -> int:
         else:
             lengths.append(np.shape(value)[axis])
     if len(set(lengths)) != 1:
-        raise ValueError(
-            message(
-                "All inputs that are padded to a bucket must have one length.",
-                received={"lengths": lengths},
-                fix="Set the dimension that varies with RunOptions(axis=...): an integer, or a "
-                "structure like args with None for arrays without a length, such as axis=(1, "
-                "None).",
-            )
+        raise value_error(
+            "All inputs that are padded to a bucket must have one length.",
+            received={"lengths": lengths},
+            fix="Set the dimension that varies with RunOptions(axis=...): an integer, or a "
+            "structure like args with None for arrays without a length, such as axis=(1, "
+            "None).",
         )
     return lengths[0]
 
@@ -383,11 +371,9 @@ def _common_rows(leaves: list[Leaf], strategy) -> tuple[int, ...] | None:
             full = (leaf.source.padded_shape[axis],) * strategy.num_replicas_in_sync
             found.add(leaf.source.sizes.get(axis, full))
     if len(found) > 1:
-        raise ValueError(
-            message(
-                "All inputs of a dynamic batch must have the same number of rows on a replica.",
-                received={"rows": sorted(found)},
-                fix="Distribute them together, as one dataset.",
-            )
+        raise value_error(
+            "All inputs of a dynamic batch must have the same number of rows on a replica.",
+            received={"rows": sorted(found)},
+            fix="Distribute them together, as one dataset.",
         )
     return found.pop() if found else None

@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count, known_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
 from keras_tpu_dist.training.protocol import Strategy
@@ -248,13 +248,11 @@ def get_replica_context() -> ReplicaContext:
     }
     """
     if _running.context is None:
-        raise RuntimeError(
-            message(
-                "There is a replica context only inside a function run by strategy.run.",
-                received="a call to get_replica_context() outside of it.",
-                fix="Call it within fn of strategy.run(fn, ...); outside, ask the strategy: "
-                "strategy.num_replicas_in_sync, strategy.reduce, strategy.gather.",
-            )
+        raise runtime_error(
+            "There is a replica context only inside a function run by strategy.run.",
+            received="a call to get_replica_context() outside of it.",
+            fix="Call it within fn of strategy.run(fn, ...); outside, ask the strategy: "
+            "strategy.num_replicas_in_sync, strategy.reduce, strategy.gather.",
         )
     return _running.context
 
@@ -321,13 +319,11 @@ def checked_axis(name: str, axis: Any, rank: int) -> int:
         ValueError: If the array does not have it.
     """
     if not is_count(axis, -rank) or axis >= rank:
-        raise ValueError(
-            message(
-                f"{name} joins or reduces along a dimension of a replica's value.",
-                received={"axis": axis, "rank": rank},
-                fix="Give an integer below the rank; a scalar needs x[None] first, or axis=None "
-                "in reduce.",
-            )
+        raise value_error(
+            f"{name} joins or reduces along a dimension of a replica's value.",
+            received={"axis": axis, "rank": rank},
+            fix="Give an integer below the rank; a scalar needs x[None] first, or axis=None "
+            "in reduce.",
         )
     return axis % rank
 
@@ -338,11 +334,9 @@ def _array(leaf):
 
 def _given(value, name: str, option: str):
     if value is None:
-        raise RuntimeError(
-            message(
-                f"context.{name} is only known if inputs are padded.",
-                received="a run without that option.",
-                fix=f"Write strategy.run(fn, args, options=RunOptions({option})).",
-            )
+        raise runtime_error(
+            f"context.{name} is only known if inputs are padded.",
+            received="a run without that option.",
+            fix=f"Write strategy.run(fn, args, options=RunOptions({option})).",
         )
     return value

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error, type_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
 from keras_tpu_dist.input.batch_axis import flatten
@@ -85,15 +85,13 @@ class InputContext:
         """
         check_counts("get_per_replica_batch_size", 1, global_batch_size=global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
-            raise ValueError(
-                message(
-                    "The global batch size must be divisible by the number of replicas.",
-                    received={
-                        "global_batch_size": global_batch_size,
-                        "num_replicas_in_sync": self.num_replicas_in_sync,
-                    },
-                    fix="Choose a multiple of it; distribute_dataset takes batches of any size.",
-                )
+            raise value_error(
+                "The global batch size must be divisible by the number of replicas.",
+                received={
+                    "global_batch_size": global_batch_size,
+                    "num_replicas_in_sync": self.num_replicas_in_sync,
+                },
+                fix="Choose a multiple of it; distribute_dataset takes batches of any size.",
             )
         return global_batch_size // self.num_replicas_in_sync
 
@@ -246,15 +244,13 @@ class DistributedDataset(TensorFlowNames):
         made = 0 if self._once is None else self._once.progress.made
         wanted = 0 if position is None else position.made
         if wanted < made:
-            raise ValueError(
-                message(
-                    "A generator cannot go back to the position of a checkpoint.",
-                    received=f"a dataset over an iterator, of which {made} batches were used, and "
-                    f"a checkpoint after {wanted}.",
-                    fix="Distribute batches that can be read again (arrays, a list, a "
-                    "keras.utils.PyDataset, a tf.data.Dataset), or leave the dataset out of "
-                    "LoopCheckpoint, to go on with the generator's next batch.",
-                )
+            raise value_error(
+                "A generator cannot go back to the position of a checkpoint.",
+                received=f"a dataset over an iterator, of which {made} batches were used, and "
+                f"a checkpoint after {wanted}.",
+                fix="Distribute batches that can be read again (arrays, a list, a "
+                "keras.utils.PyDataset, a tf.data.Dataset), or leave the dataset out of "
+                "LoopCheckpoint, to go on with the generator's next batch.",
             )
 
     def begin_at(self, position: InputPosition | None) -> None:
@@ -292,12 +288,10 @@ class DistributedDataset(TensorFlowNames):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError(
-                message(
-                    "The number of batches is only known if the source knows it.",
-                    received="a distributed dataset over a source without len().",
-                    fix="Count them while you iterate.",
-                )
+            raise type_error(
+                "The number of batches is only known if the source knows it.",
+                received="a distributed dataset over a source without len().",
+                fix="Count them while you iterate.",
             )
         return self._length
 
@@ -369,24 +363,20 @@ def distribute_dataset(
     """See `TPUStrategy.distribute_dataset`."""
     check_attached(strategy, "distribute_dataset")
     if options is not None and not isinstance(options, RunOptions):
-        raise TypeError(
-            message(
-                "distribute_dataset takes the same options as run.",
-                received={"options": type(options).__name__},
-                fix=of_value(options)
-                or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
-                "transferred ahead, write TPUStrategy(prefetch=...).",
-            )
+        raise type_error(
+            "distribute_dataset takes the same options as run.",
+            received={"options": type(options).__name__},
+            fix=of_value(options)
+            or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
+            "transferred ahead, write TPUStrategy(prefetch=...).",
         )
     one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     of_tensorflow = hasattr(dataset, "as_numpy_iterator")
     if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
-        raise ValueError(
-            message(
-                "A dataset is an iterable of batches, or arrays with batch_size.",
-                received={"dataset": dataset},
-                fix="Pass for example a list of batches, or a tf.data.Dataset.",
-            )
+        raise value_error(
+            "A dataset is an iterable of batches, or arrays with batch_size.",
+            received={"dataset": dataset},
+            fix="Pass for example a list of batches, or a tf.data.Dataset.",
         )
     own = strategy.runner.own_input
     batches, length = batches_of(dataset, batch_size, strategy.placer, own)
@@ -520,12 +510,10 @@ def check_attached(strategy: Strategy, what: str) -> None:
         what: The method that needs devices, for the error.
     """
     if strategy.topology is not None:
-        raise RuntimeError(
-            message(
-                "A strategy for a slice without its chips can compile a model, but not run code.",
-                received=f"{what} with topology={strategy.topology.name!r}.",
-                fix="Leave `topology` out to run on the attached devices.",
-            )
+        raise runtime_error(
+            "A strategy for a slice without its chips can compile a model, but not run code.",
+            received=f"{what} with topology={strategy.topology.name!r}.",
+            fix="Leave `topology` out to run on the attached devices.",
         )
     if 1 < strategy.num_hosts < jax.process_count():
         raise NotImplementedError(
@@ -602,14 +590,12 @@ def batches_of(
     """
     arrays = _is_arrays(dataset)
     if arrays != (batch_size is not None):
-        raise ValueError(
-            message(
-                "A dataset to distribute is an iterable of global batches, or arrays with a "
-                "batch_size.",
-                received={"dataset": type(dataset).__name__, "batch_size": batch_size},
-                fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset("
-                "batches) with anything that yields one batch after the other.",
-            )
+        raise value_error(
+            "A dataset to distribute is an iterable of global batches, or arrays with a "
+            "batch_size.",
+            received={"dataset": type(dataset).__name__, "batch_size": batch_size},
+            fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset("
+            "batches) with anything that yields one batch after the other.",
         )
     if batch_size is not None:
         return _cut(dataset, batch_size, placer, own)
@@ -655,13 +641,11 @@ def _cut(
     rows = {leaf.shape[axis] if leaf.ndim > axis else 0 for leaf, axis in split}
     empty = 0 in rows and (own is None or any(leaf.ndim <= axis for leaf, axis in split))
     if len(rows) != 1 or empty or not is_count(batch_size, 1):
-        raise ValueError(
-            message(
-                "Arrays to divide into batches must have the same number of rows, at least 1, "
-                "and the batch_size must be a positive integer.",
-                received={"shapes": [leaf.shape for leaf in leaves], "batch_size": batch_size},
-                fix="Give all arrays the same number of rows.",
-            )
+        raise value_error(
+            "Arrays to divide into batches must have the same number of rows, at least 1, "
+            "and the batch_size must be a positive integer.",
+            received={"shapes": [leaf.shape for leaf in leaves], "batch_size": batch_size},
+            fix="Give all arrays the same number of rows.",
         )
     total, size = rows.pop(), batch_size if own is None else own.shards.of(batch_size)
     starts = range(0, total, size)
@@ -785,12 +769,10 @@ def _columns(parts: list, placer: BatchPlacer) -> tuple[list, Any, list]:
         flat.append(([np.asarray(leaf) for leaf in leaves], treedef))
     treedef = flat[0][1]
     if any(other != treedef for _, other in flat):
-        raise ValueError(
-            message(
-                "All batches of a dataset must have one structure.",
-                received={"structures": sorted({str(other) for _, other in flat})},
-                fix="Yield the same keys and lengths every time.",
-            )
+        raise value_error(
+            "All batches of a dataset must have one structure.",
+            received={"structures": sorted({str(other) for _, other in flat})},
+            fix="Yield the same keys and lengths every time.",
         )
     axes = placer.axes(parts[0])
     arrays = [leaves for leaves, _ in flat]
@@ -807,13 +789,11 @@ def _check_alike(arrays: list, axis: int | None) -> None:
         return
     kinds = {(a.dtype, a.ndim, *a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays}
     if len(kinds) > 1:
-        raise ValueError(
-            message(
-                "The batches of one step must have one dtype, and one shape apart from their rows.",
-                received={
-                    "shapes": [a.shape for a in arrays],
-                    "dtypes": sorted({str(a.dtype) for a in arrays}),
-                },
-                fix="Pad or cast the arrays.",
-            )
+        raise value_error(
+            "The batches of one step must have one dtype, and one shape apart from their rows.",
+            received={
+                "shapes": [a.shape for a in arrays],
+                "dtypes": sorted({str(a.dtype) for a in arrays}),
+            },
+            fix="Pad or cast the arrays.",
         )

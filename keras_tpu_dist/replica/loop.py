@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_tpu_dist.common.checks import check_counts
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.replica.datasets import DistributedDataset, DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions
@@ -120,12 +120,10 @@ def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIter
     given = [*args, *kwargs.values()]
     found = {id(a): a for a in given if isinstance(a, DistributedIterator)}
     if len(found) > 1:
-        raise ValueError(
-            message(
-                "strategy.run takes its batches from one iterator.",
-                received={"iterators": len(found)},
-                fix="Distribute the datasets together: strategy.distribute_dataset(zip(a, b)).",
-            )
+        raise value_error(
+            "strategy.run takes its batches from one iterator.",
+            received={"iterators": len(found)},
+            fix="Distribute the datasets together: strategy.distribute_dataset(zip(a, b)).",
         )
     return next(iter(found.values()), None)
 
@@ -140,12 +138,10 @@ def iterator_over(dataset: Any) -> DistributedIterator:
         TypeError: If it is something else.
     """
     if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
-        raise TypeError(
-            message(
-                "strategy.loop iterates over a distributed dataset.",
-                received={"dataset": type(dataset).__name__},
-                fix="Write strategy.loop(fn, strategy.distribute_dataset(dataset)).",
-            )
+        raise type_error(
+            "strategy.loop iterates over a distributed dataset.",
+            received={"dataset": type(dataset).__name__},
+            fix="Write strategy.loop(fn, strategy.distribute_dataset(dataset)).",
         )
     return dataset if isinstance(dataset, DistributedIterator) else iter(dataset)
 
@@ -163,12 +159,10 @@ def check_steps(where: str, outputs: str, **steps: int) -> None:
     """
     check_counts(where, 1, **steps)
     if outputs not in ("last", "all"):
-        raise ValueError(
-            message(
-                f"outputs of {where} are those of the last step, or of all.",
-                received={"outputs": outputs},
-                fix='Write outputs="last" or outputs="all".',
-            )
+        raise value_error(
+            f"outputs of {where} are those of the last step, or of all.",
+            received={"outputs": outputs},
+            fix='Write outputs="last" or outputs="all".',
         )
 
 
@@ -205,13 +199,11 @@ def _joined(values: Sequence[PerReplica], steps: tuple[int, ...]) -> PerReplica:
         for v, n in zip(values, steps, strict=True)
     ]
     if any(form != forms[0] for form in forms):
-        raise ValueError(
-            message(
-                'outputs="all" joins values of one shape.',
-                received={"shapes": sorted({shape for shape, _ in forms}), "steps": sum(steps)},
-                fix='Take outputs="last", return values that do not depend on the rows of a '
-                "batch, or iterate over strategy.loop, which returns the results of every launch.",
-            )
+        raise value_error(
+            'outputs="all" joins values of one shape.',
+            received={"shapes": sorted({shape for shape, _ in forms}), "steps": sum(steps)},
+            fix='Take outputs="last", return values that do not depend on the rows of a '
+            "batch, or iterate over strategy.loop, which returns the results of every launch.",
         )
     first, single = values[0], tuple(n == 1 for n in steps)
     array = _concatenate([v.array for v in values], single, first.strategy.placer.by_replica)

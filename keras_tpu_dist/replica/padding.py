@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.replica.call import Leaf
 
 
@@ -83,14 +83,12 @@ def takes_any(kind: str, size: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            message(
-                f"If the number of {kind} varies, the function is also traced with twice as many, "
-                "to see which dimensions of its results follow.",
-                received=f"padded {kind}={size}; with {2 * size}: {type(error).__name__}: {error}",
-                fix="Let the function, and models in it, accept any number: keras.Input((None,)), "
-                "reshape(-1, n); or pad the arrays to the one size yourself.",
-            )
+        raise value_error(
+            f"If the number of {kind} varies, the function is also traced with twice as many, "
+            "to see which dimensions of its results follow.",
+            received=f"padded {kind}={size}; with {2 * size}: {type(error).__name__}: {error}",
+            fix="Let the function, and models in it, accept any number: keras.Input((None,)), "
+            "reshape(-1, n); or pad the arrays to the one size yourself.",
         ) from error
 
 
@@ -111,14 +109,12 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
         if a == b:
             continue
         if (a, b) != (size, 2 * size):
-            raise ValueError(
-                message(
-                    f"If a dimension of a result depends on the padded {kind}, it must be equal "
-                    "to it, so that it can be cut back.",
-                    received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
-                    fix="Return a value that does not depend on it (a masked sum), or pad and "
-                    "cut in your own code without this option.",
-                )
+            raise value_error(
+                f"If a dimension of a result depends on the padded {kind}, it must be equal "
+                "to it, so that it can be cut back.",
+                received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
+                fix="Return a value that does not depend on it (a masked sum), or pad and "
+                "cut in your own code without this option.",
             )
         axes.append(axis)
     return axes

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import checksum
@@ -259,12 +259,10 @@ class ReplicaProgram:
             before, consumed = consumed, self._to_consume(record)
             if not record.unknown and combine == attempt.combine and consumed == before:
                 return attempt
-        raise RuntimeError(
-            message(
-                "A replica function must use the same variables every time it is traced.",
-                received=f"new variables in every one of {_MOST_TRACES} traces.",
-                fix="Create models, optimizers and metrics outside of the function.",
-            )
+        raise runtime_error(
+            "A replica function must use the same variables every time it is traced.",
+            received=f"new variables in every one of {_MOST_TRACES} traces.",
+            fix="Create models, optimizers and metrics outside of the function.",
         )
 
     def _to_consume(self, record: _Record) -> set[int]:
@@ -528,15 +526,13 @@ class ReplicaProgram:
         same = _all_the_same(f"what {self._name} returns", returned, self._strategy)
         if _all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
             return
-        raise ValueError(
-            message(
-                "Padding must not change what a replica function computes.",
-                received="other results, or other updates of variables, with ones as padding than "
-                f"with zeros{'' if same else ' in a returned value'}; nothing was assigned.",
-                fix="Mask before reducing: jnp.where(mask, x, 0).sum() with mask from "
-                "get_replica_context().batch_mask or .length_mask, and divide by .batch_size or "
-                ".length; to skip this check, write RunOptions(check_padding=False).",
-            )
+        raise value_error(
+            "Padding must not change what a replica function computes.",
+            received="other results, or other updates of variables, with ones as padding than "
+            f"with zeros{'' if same else ' in a returned value'}; nothing was assigned.",
+            fix="Mask before reducing: jnp.where(mask, x, 0).sum() with mask from "
+            "get_replica_context().batch_mask or .length_mask, and divide by .batch_size or "
+            ".length; to skip this check, write RunOptions(check_padding=False).",
         )
 
 
@@ -553,14 +549,12 @@ def _as_output(leaf) -> jax.Array:
         leaf = leaf.value
     numeric = isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     if is_key(leaf) or not numeric or np.dtype(getattr(leaf, "dtype", np.float32)).kind in "OSU":
-        raise ValueError(
-            message(
-                "A function run by strategy.run returns arrays, numbers, None, or a structure of "
-                "those.",
-                received=f"a {type(leaf).__name__}: {leaf!r}.",
-                fix="Return only arrays (for a key, jax.random.key_data(key)), and handle other "
-                "objects outside of the function.",
-            )
+        raise value_error(
+            "A function run by strategy.run returns arrays, numbers, None, or a structure of "
+            "those.",
+            received=f"a {type(leaf).__name__}: {leaf!r}.",
+            fix="Return only arrays (for a key, jax.random.key_data(key)), and handle other "
+            "objects outside of the function.",
         )
     return jnp.asarray(leaf)
 
@@ -587,14 +581,12 @@ def _check_call(what: str, call: Call, strategy: Strategy) -> None:
         if theirs != mine:
             pairs = zip([*mine, "nothing"], [*theirs, "nothing"], strict=False)
             number, (here, there) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
-            raise ValueError(
-                message(
-                    "All processes must run a function with the same arguments.",
-                    received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
-                    f"{jax.process_index()} and {there} in process {i}.",
-                    fix="Pass values that differ as a per-replica value: "
-                    "strategy.distribute_values_from_function or a distributed dataset.",
-                )
+            raise value_error(
+                "All processes must run a function with the same arguments.",
+                received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
+                f"{jax.process_index()} and {there} in process {i}.",
+                fix="Pass values that differ as a per-replica value: "
+                "strategy.distribute_values_from_function or a distributed dataset.",
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -39,14 +39,12 @@ def checked_reduction(op: Any) -> str:
     name = op if isinstance(op, str) else getattr(op, "name", None)
     lowered = name.lower() if isinstance(name, str) else None
     if lowered not in REDUCTIONS:
-        raise ValueError(
-            message(
-                'A reduction is one of "sum", "mean", "max", "min".',
-                received={"reduce_op": op},
-                fix='Write for example "sum".',
-                name=lowered,
-                choices=REDUCTIONS,
-            )
+        raise value_error(
+            'A reduction is one of "sum", "mean", "max", "min".',
+            received={"reduce_op": op},
+            fix='Write for example "sum".',
+            name=lowered,
+            choices=REDUCTIONS,
         )
     return lowered
 
@@ -92,12 +90,10 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
     dtype = jnp.dtype(dtype)
     if op in ("max", "min"):
         if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                message(
-                    "Complex numbers have no order.",
-                    received={"reduce_op": op, "dtype": str(dtype)},
-                    fix='Reduce their size, jnp.abs(value), or write "sum" or "mean".',
-                )
+            raise value_error(
+                "Complex numbers have no order.",
+                received={"reduce_op": op, "dtype": str(dtype)},
+                fix='Reduce their size, jnp.abs(value), or write "sum" or "mean".',
             )
         return _sent_as(dtype), dtype
     # NumPy's rules, which jnp.sum and jnp.mean follow, except for int4 and the like.
@@ -115,12 +111,10 @@ def check_not_empty(op: str, shape: Sequence[int], axes: Sequence[int]) -> None:
         axes: The dimensions over which they are reduced.
     """
     if op in ("max", "min") and not all(shape[a] for a in axes):
-        raise ValueError(
-            message(
-                f'"{op}" needs at least one value.',
-                received={"shape": tuple(shape), "axis": tuple(axes)},
-                fix="Leave empty values out, or use a sum, which is 0.",
-            )
+        raise value_error(
+            f'"{op}" needs at least one value.',
+            received={"shape": tuple(shape), "axis": tuple(axes)},
+            fix="Leave empty values out, or use a sum, which is 0.",
         )
 
 

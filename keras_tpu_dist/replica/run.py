@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error, type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
@@ -135,13 +135,11 @@ class ReplicaCode:
         try:
             by_name = self._programs.get(owner)
         except TypeError as error:
-            raise TypeError(
-                message(
-                    "strategy.run caches programs as long as their function lives, so the "
-                    "function must be hashable and weakly referable.",
-                    received={"fn": type(owner).__name__},
-                    fix="Pass a plain function that calls it.",
-                )
+            raise type_error(
+                "strategy.run caches programs as long as their function lives, so the "
+                "function must be hashable and weakly referable.",
+                received={"fn": type(owner).__name__},
+                fix="Pass a plain function that calls it.",
             ) from error
         if by_name is None:
             by_name = self._programs[owner] = {}
@@ -199,12 +197,10 @@ def reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
 def gather(strategy: Strategy, value: Any, axis: int) -> Any:
     """See `TPUStrategy.gather`."""
     if not is_count(axis):
-        raise ValueError(
-            message(
-                "Values are gathered along a dimension.",
-                received={"axis": axis},
-                fix="Write for example axis=0.",
-            )
+        raise value_error(
+            "Values are gathered along a dimension.",
+            received={"axis": axis},
+            fix="Write for example axis=0.",
         )
     _check_outside("gather", "get_replica_context().all_gather")
     return jax.tree.map(lambda leaf: _gather_leaf(leaf, axis, strategy), value)
@@ -212,12 +208,10 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
 
 def _check_outside(name: str, inside: str) -> None:
     if in_replica_context():
-        raise RuntimeError(
-            message(
-                f"strategy.{name} is for code outside of strategy.run.",
-                received=f"strategy.{name} inside a function run by strategy.run.",
-                fix=f"There, call {inside}.",
-            )
+        raise runtime_error(
+            f"strategy.{name} is for code outside of strategy.run.",
+            received=f"strategy.{name} inside a function run by strategy.run.",
+            fix=f"There, call {inside}.",
         )
 
 
@@ -271,13 +265,11 @@ def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
 def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
     left = {tuple(n for i, n in enumerate(part.shape) if i not in axes) for part in parts}
     if len(left) > 1:
-        raise ValueError(
-            message(
-                "Values of different sizes can be reduced only along the dimension in which they "
-                "differ.",
-                received={"shapes": [part.shape for part in parts], "axis": axes or None},
-                fix="Give that dimension, usually axis=0.",
-            )
+        raise value_error(
+            "Values of different sizes can be reduced only along the dimension in which they "
+            "differ.",
+            received={"shapes": [part.shape for part in parts], "axis": axes or None},
+            fix="Give that dimension, usually axis=0.",
         )
     if op in ("max", "min"):
         filled = [part for part in parts if all(part.shape[a] for a in axes)]
@@ -298,14 +290,12 @@ def _reduce_common(op: str, value, axis, strategy):
     single = strategy.num_replicas_in_sync == 1
     zero = not isinstance(value, jax.Array) and np.all(np.asarray(value) == 0)
     if op == "sum" and not single and not zero:
-        raise ValueError(
-            message(
-                "A sum over replicas needs a value for every replica.",
-                received=f"one {type(value).__name__} of shape {np.shape(value)} for "
-                f"{strategy.num_replicas_in_sync} replicas.",
-                fix="Reduce a result of strategy.run. If a value is the same on all replicas, "
-                "multiply it by strategy.num_replicas_in_sync.",
-            )
+        raise value_error(
+            "A sum over replicas needs a value for every replica.",
+            received=f"one {type(value).__name__} of shape {np.shape(value)} for "
+            f"{strategy.num_replicas_in_sync} replicas.",
+            fix="Reduce a result of strategy.run. If a value is the same on all replicas, "
+            "multiply it by strategy.num_replicas_in_sync.",
         )
     axes = _checked_axes(axis, np.ndim(value))
     return value if axis is None else reduced(op, value, axes)
@@ -319,13 +309,11 @@ def _gather_leaf(value, axis, strategy):
     if value.padded:
         parts = _every_value(value)
         if any(_without(p.shape, at) != _without(parts[0].shape, at) for p in parts):
-            raise ValueError(
-                message(
-                    "Values of different sizes can be gathered only along the dimension in which "
-                    "they differ.",
-                    received={"shapes": [part.shape for part in parts], "axis": axis},
-                    fix="Give that dimension, usually axis=0.",
-                )
+            raise value_error(
+                "Values of different sizes can be gathered only along the dimension in which "
+                "they differ.",
+                received={"shapes": [part.shape for part in parts], "axis": axis},
+                fix="Give that dimension, usually axis=0.",
             )
         return _everywhere(np.concatenate(parts, axis=at), strategy)
     return _gather_whole(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.checks import check_counts, check_flags, is_count, knows_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.replica.blocks import from_blocks, own_blocks
@@ -73,12 +73,10 @@ class RunOptions(TensorFlowNames):
         check_flags("RunOptions", check_padding=self.check_padding)
         for axis in jax.tree.leaves(self.axis):
             if not is_count(axis, 0):
-                raise ValueError(
-                    message(
-                        "RunOptions.axis is a dimension, None, or a structure of those.",
-                        received={"axis": self.axis},
-                        fix="Count dimensions from the front, as in axis=1.",
-                    )
+                raise value_error(
+                    "RunOptions.axis is a dimension, None, or a structure of those.",
+                    received={"axis": self.axis},
+                    fix="Count dimensions from the front, as in axis=1.",
                 )
         buckets = self.buckets
         if buckets is None or buckets == "power_of_two":
@@ -87,14 +85,12 @@ class RunOptions(TensorFlowNames):
         listed = tuple(buckets) if several else ()
         counted = all(is_count(b, 1) for b in listed)
         if not listed or not counted or list(listed) != sorted(set(listed)):
-            raise ValueError(
-                message(
-                    'Buckets are "power_of_two", growing lengths, or None.',
-                    received={"buckets": buckets},
-                    fix="Write for example buckets=(32, 64, 128).",
-                    name=buckets if isinstance(buckets, str) else None,
-                    choices=("power_of_two",),
-                )
+            raise value_error(
+                'Buckets are "power_of_two", growing lengths, or None.',
+                received={"buckets": buckets},
+                fix="Write for example buckets=(32, 64, 128).",
+                name=buckets if isinstance(buckets, str) else None,
+                choices=("power_of_two",),
             )
         object.__setattr__(self, "buckets", listed)
 
@@ -113,12 +109,10 @@ class RunOptions(TensorFlowNames):
         for size in self.buckets or ():
             if length <= size:  # pyright: ignore[reportOperatorIssue]
                 return int(size)
-        raise ValueError(
-            message(
-                "A length must not exceed the largest bucket.",
-                received={"length": length, "buckets": self.buckets},
-                fix='Add a larger bucket, or use buckets="power_of_two".',
-            )
+        raise value_error(
+            "A length must not exceed the largest bucket.",
+            received={"length": length, "buckets": self.buckets},
+            fix='Add a larger bucket, or use buckets="power_of_two".',
         )
 
     def axes(self, args: Sequence[Any], ranks: Sequence[int | None]) -> list[int | None]:
@@ -144,13 +138,11 @@ class RunOptions(TensorFlowNames):
         try:
             spread = jax.tree.broadcast(prefix, tuple(args))
         except ValueError as error:
-            raise ValueError(
-                message(
-                    "The structure of RunOptions.axis must be a prefix of args.",
-                    received={"axis": self.axis},
-                    fix="Give one entry for every argument, and None for one that is not padded: "
-                    "axis=(1, None).",
-                )
+            raise value_error(
+                "The structure of RunOptions.axis must be a prefix of args.",
+                received={"axis": self.axis},
+                fix="Give one entry for every argument, and None for one that is not padded: "
+                "axis=(1, None).",
             ) from error
         axes = jax.tree.leaves(spread)
         return [
@@ -191,14 +183,12 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     if axis in value.sizes:
         true, *others = value.sizes[axis]
         if any(other != true for other in others):
-            raise ValueError(
-                message(
-                    "A length that is padded to a bucket must be the same on all replicas.",
-                    received={"lengths": value.sizes[axis], "axis": axis},
-                    fix="If the replicas have different numbers of rows, pass "
-                    "RunOptions(dynamic_batch=True), and let RunOptions.axis name another "
-                    "dimension.",
-                )
+            raise value_error(
+                "A length that is padded to a bucket must be the same on all replicas.",
+                received={"lengths": value.sizes[axis], "axis": axis},
+                fix="If the replicas have different numbers of rows, pass "
+                "RunOptions(dynamic_batch=True), and let RunOptions.axis name another "
+                "dimension.",
             )
         if value.padded_shape[axis] == options.bucket(true):
             return value
@@ -223,13 +213,11 @@ def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
         shape: The shape on all replicas.
     """
     if axis == rows:
-        raise ValueError(
-            message(
-                "RunOptions(dynamic_batch=True) pads the rows of a replica; they cannot be "
-                "padded to buckets.",
-                received={"axis": axis, "shape on all replicas": shape},
-                fix="Let RunOptions.axis name another dimension, or None for this argument.",
-            )
+        raise value_error(
+            "RunOptions(dynamic_batch=True) pads the rows of a replica; they cannot be "
+            "padded to buckets.",
+            received={"axis": axis, "shape on all replicas": shape},
+            fix="Let RunOptions.axis name another dimension, or None for this argument.",
         )
 
 
@@ -292,10 +280,8 @@ def _is_none(node: Any) -> bool:
 
 def _check_length(length: int, name: str) -> None:
     if not length:
-        raise ValueError(
-            message(
-                "A length to pad is at least 1.",
-                received={"input": name, "length": length},
-                fix="Leave empty inputs out.",
-            )
+        raise value_error(
+            "A length to pad is at least 1.",
+            received={"input": name, "length": length},
+            fix="Leave empty inputs out.",
         )

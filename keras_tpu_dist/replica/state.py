@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.context import ReplicaContext
 from keras_tpu_dist.training import membership
@@ -117,15 +117,13 @@ class Recorder(keras.StatelessScope):
     def _check_place(self, variable) -> None:
         if _keras.traced_program() is self._program:
             return
-        raise ValueError(
-            message(
-                "A replica function assigns variables outside of its branches, loops and compiled "
-                "functions.",
-                received=f"an assignment of {variable.path!r} within jax.lax.cond, scan, "
-                "fori_loop, jax.jit, jax.checkpoint or the like, or keras.ops that use them.",
-                fix="Return the new value from there and assign it outside: "
-                "variable.assign(jax.lax.cond(condition, lambda: new, lambda: variable.value)).",
-            )
+        raise value_error(
+            "A replica function assigns variables outside of its branches, loops and compiled "
+            "functions.",
+            received=f"an assignment of {variable.path!r} within jax.lax.cond, scan, "
+            "fori_loop, jax.jit, jax.checkpoint or the like, or keras.ops that use them.",
+            fix="Return the new value from there and assign it outside: "
+            "variable.assign(jax.lax.cond(condition, lambda: new, lambda: variable.value)).",
         )
 
     def _set(self, variable, value) -> None:
@@ -311,13 +309,11 @@ def _own_dtype(variable):
 
 def _check_float(variable, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise ValueError(
-            message(
-                'A variable with aggregation="mean" must hold floating-point numbers.',
-                received={"variable": variable.path, "dtype": str(value.dtype)},
-                fix='Give it a float dtype, or aggregation="sum" or "only_first_replica", or '
-                "assign it outside of strategy.run.",
-            )
+        raise value_error(
+            'A variable with aggregation="mean" must hold floating-point numbers.',
+            received={"variable": variable.path, "dtype": str(value.dtype)},
+            fix='Give it a float dtype, or aggregation="sum" or "only_first_replica", or '
+            "assign it outside of strategy.run.",
         )
 
 
@@ -329,25 +325,21 @@ def _check_can_average(variable) -> None:
         "dtype": str(_own_dtype(variable)),
     }
     if variable.trainable:
-        raise ValueError(
-            message(
-                "All replicas must give a trainable weight the same new value.",
-                received=received,
-                fix="Reduce the gradients before the optimizer applies them: "
-                'gradients = keras_tpu_dist.get_replica_context().all_reduce("mean", gradients), '
-                'or "sum" if the loss was divided by the global batch size; or create the '
-                'variable with aggregation="mean".',
-            )
+        raise value_error(
+            "All replicas must give a trainable weight the same new value.",
+            received=received,
+            fix="Reduce the gradients before the optimizer applies them: "
+            'gradients = keras_tpu_dist.get_replica_context().all_reduce("mean", gradients), '
+            'or "sum" if the loss was divided by the global batch size; or create the '
+            'variable with aggregation="mean".',
         )
     averaged = np.issubdtype(np.dtype(_own_dtype(variable)), np.floating) or "bfloat" in str(
         _own_dtype(variable)
     )
     if not averaged or is_own(variable):
-        raise ValueError(
-            message(
-                "A variable that replicas update with different values needs an aggregation.",
-                received=received,
-                fix='Create it with aggregation="sum", "mean" or "only_first_replica", or reduce '
-                'the new value with get_replica_context().all_reduce("sum", value).',
-            )
+        raise value_error(
+            "A variable that replicas update with different values needs an aggregation.",
+            received=received,
+            fix='Create it with aggregation="sum", "mean" or "only_first_replica", or reduce '
+            'the new value with get_replica_context().all_reduce("sum", value).',
         )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh, own_mesh
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
@@ -147,13 +147,11 @@ class PerReplica(TensorFlowNames):
         return "PerReplica:{\n" + ",\n".join(rows) + "\n}"
 
     def _refuse(self, *_):
-        raise TypeError(
-            message(
-                "A PerReplica holds a value for every replica; it is not one array.",
-                received={"shape of each": self.padded_shape, "dtype": str(self.dtype)},
-                fix="Combine it with strategy.reduce(...) or strategy.gather(...), read it with "
-                "strategy.local_results(...), or pass it to strategy.run as an argument.",
-            )
+        raise type_error(
+            "A PerReplica holds a value for every replica; it is not one array.",
+            received={"shape of each": self.padded_shape, "dtype": str(self.dtype)},
+            fix="Combine it with strategy.reduce(...) or strategy.gather(...), read it with "
+            "strategy.local_results(...), or pass it to strategy.run as an argument.",
         )
 
     def _refuse_numbers(self, other):
@@ -186,13 +184,11 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
         strategy: The strategy that is to use it.
     """
     if value.strategy is not strategy:
-        raise ValueError(
-            message(
-                "Only the strategy that created a per-replica value can use it.",
-                received={"its strategy": value.strategy, "used with": strategy},
-                fix="Create it with this strategy's run or distribute_*; or read the values with "
-                "local_results and distribute them again.",
-            )
+        raise value_error(
+            "Only the strategy that created a per-replica value can use it.",
+            received={"its strategy": value.strategy, "used with": strategy},
+            fix="Create it with this strategy's run or distribute_*; or read the values with "
+            "local_results and distribute them again.",
         )
 
 
@@ -388,12 +384,10 @@ def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> A
     flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
     structures, described = _described(flat, strategy, name)
     if len(structures) > 1:
-        raise ValueError(
-            message(
-                f"{name} must return the same structure for all replicas.",
-                received={"structures": sorted(structures)},
-                fix="Return the same keys and lengths for every replica.",
-            )
+        raise value_error(
+            f"{name} must return the same structure for all replicas.",
+            received={"structures": sorted(structures)},
+            fix="Return the same keys and lengths for every replica.",
         )
     leaves = [
         host_parts({i: leaves[n] for i, (leaves, _) in flat.items()}, column, name).placed(strategy)
@@ -419,13 +413,11 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
                 check_array(shape, dtype, where=f"the value of replica {replica}")
             here = (structure, [DescribedValue(k, tuple(s), d, n) for k, s, d, n in plain])
             if found.setdefault(replica, here) != here:
-                raise ValueError(
-                    message(
-                        "If processes share a replica, because a model axis crosses hosts, they "
-                        "must give it the same value.",
-                        received=f"another value of replica {replica} in process {process}.",
-                        fix=f"Let {name} depend on the replica's number, not on the process.",
-                    )
+                raise value_error(
+                    "If processes share a replica, because a model axis crosses hosts, they "
+                    "must give it the same value.",
+                    received=f"another value of replica {replica} in process {process}.",
+                    fix=f"Let {name} depend on the replica's number, not on the process.",
                 )
     return {structure for structure, _ in found.values()}, [
         found[replica][1] for replica in sorted(found)
@@ -439,12 +431,10 @@ def _plain(value: DescribedValue) -> list:
 def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
     first = every[0]
     if any(np.dtype(each.dtype).kind in "OSU" for each in every):
-        raise ValueError(
-            message(
-                f"{name} must return numbers.",
-                received={"types": [each.kind for each in every]},
-                fix="Return an array or a number, or a structure of them.",
-            )
+        raise value_error(
+            f"{name} must return numbers.",
+            received={"types": [each.kind for each in every]},
+            fix="Return an array or a number, or a structure of them.",
         )
     if any(
         each.dtype != first.dtype
@@ -452,14 +442,12 @@ def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
         or len(each.shape) != len(first.shape)
         for each in every
     ):
-        raise ValueError(
-            message(
-                f"The values of {name} must have the same dtype on all replicas, and the same "
-                "shape apart from the first dimension.",
-                received={
-                    "shapes": [each.shape for each in every],
-                    "dtypes": [each.dtype for each in every],
-                },
-                fix="Pad or cast the values.",
-            )
+        raise value_error(
+            f"The values of {name} must have the same dtype on all replicas, and the same "
+            "shape apart from the first dimension.",
+            received={
+                "shapes": [each.shape for each in every],
+                "dtypes": [each.dtype for each in every],
+            },
+            fix="Pad or cast the values.",
         )

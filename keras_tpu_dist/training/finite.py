@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.batches import PlacedBatch
@@ -88,13 +88,11 @@ class FiniteWatch:
         trainable, non_trainable, slots, _ = _keras.state_groups(trainer)
         bad = [v.path for v in trainable if not _finite_now(v)]
         if bad:
-            raise ValueError(
-                message(
-                    "NameNaN finds the first step that is not finite, so training must begin with "
-                    "finite weights.",
-                    received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
-                    fix="Load or initialize these weights again.",
-                )
+            raise value_error(
+                "NameNaN finds the first step that is not finite, so training must begin with "
+                "finite weights.",
+                received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
+                fix="Load or initialize these weights again.",
             )
         variables = [*trainable, *non_trainable, *slots]
         self.mask = tuple(_finite_now(v) for v in variables)

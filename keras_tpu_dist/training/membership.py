@@ -10,7 +10,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.layout import annotations
@@ -130,12 +130,10 @@ class Scope:
 
     def __enter__(self):
         if self._entered:
-            raise RuntimeError(
-                message(
-                    "A scope object can be entered only once.",
-                    received=f"a second entry into a scope of {self._strategy!r}.",
-                    fix="Write `with strategy.scope():` every time; scopes may nest.",
-                )
+            raise runtime_error(
+                "A scope object can be entered only once.",
+                received=f"a second entry into a scope of {self._strategy!r}.",
+                fix="Write `with strategy.scope():` every time; scopes may nest.",
             )
         self._entered = True
         self._outer = _keras.active_distribution()
@@ -207,17 +205,15 @@ def find_strategy(model: Any) -> Any:
         return None
     other = keras.distribution.distribution()
     if other is not None:
-        raise ValueError(
-            message(
-                "A model that belongs to a TPUStrategy cannot run under another distribution.",
-                received={
-                    "model": model.name,
-                    "its strategy": member.strategy,
-                    "active distribution": other,
-                },
-                fix="Call it inside its strategy.scope() or outside of any scope; for another "
-                "distribution, build a new model there and copy the weights.",
-            )
+        raise value_error(
+            "A model that belongs to a TPUStrategy cannot run under another distribution.",
+            received={
+                "model": model.name,
+                "its strategy": member.strategy,
+                "active distribution": other,
+            },
+            fix="Call it inside its strategy.scope() or outside of any scope; for another "
+            "distribution, build a new model there and copy the weights.",
         )
     return member.strategy
 
@@ -231,18 +227,16 @@ def _check_one_mesh(model: Any) -> None:
         if layout is not None and layout is _keras.variable_layout(variable):
             meshes.setdefault(layout.mesh, variable.path)
     if len(meshes) > 1:
-        raise ValueError(
-            message(
-                "All layers of a model must be on one mesh.",
-                received="; ".join(
-                    f"{path!r} on {dict(mesh.shape)} of devices "
-                    f"{[device.id for device in mesh.devices.flat]}"
-                    for mesh, path in meshes.items()
-                )
-                + ".",
-                fix="Create and compile the model inside one strategy.scope(): its layers are "
-                "moved there.",
+        raise value_error(
+            "All layers of a model must be on one mesh.",
+            received="; ".join(
+                f"{path!r} on {dict(mesh.shape)} of devices "
+                f"{[device.id for device in mesh.devices.flat]}"
+                for mesh, path in meshes.items()
             )
+            + ".",
+            fix="Create and compile the model inside one strategy.scope(): its layers are "
+            "moved there.",
         )
 
 
@@ -479,12 +473,10 @@ def _log_foreign(model: Any, strategy: Strategy, foreign: list, knew_weights: bo
 
 def _check_same_strategy(model: Any, strategy: Strategy, other: Strategy) -> None:
     if strategy is not other:
-        raise RuntimeError(
-            message(
-                "A model that trains in one thread must run under the same strategy in the others.",
-                received={"model": model.name, "strategy": strategy, "here": other},
-                fix="Wait for the other thread's fit, or leave the scope of the other strategy.",
-            )
+        raise runtime_error(
+            "A model that trains in one thread must run under the same strategy in the others.",
+            received={"model": model.name, "strategy": strategy, "here": other},
+            fix="Wait for the other thread's fit, or leave the scope of the other strategy.",
         )
 
 

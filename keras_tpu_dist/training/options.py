@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import check_flags, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.compiler_options import (
     accepted,
     checked_compiler_options,
@@ -61,45 +61,37 @@ class Options:
         check_flags("TPUStrategy", shard_optimizer=self.shard_optimizer)
         prefetch, donate_state = self.prefetch, self.donate_state
         if prefetch is not None and not (is_count(prefetch, 0) and prefetch <= _MOST_AHEAD):
-            raise ValueError(
-                message(
-                    f"prefetch is a number of batches, 0 or more and at most {_MOST_AHEAD}.",
-                    received={"prefetch": prefetch},
-                    fix="Write for example prefetch=2.",
-                )
+            raise value_error(
+                f"prefetch is a number of batches, 0 or more and at most {_MOST_AHEAD}.",
+                received={"prefetch": prefetch},
+                fix="Write for example prefetch=2.",
             )
         # By type, because 1 == True.
         if not (isinstance(donate_state, bool) or donate_state == "auto"):
-            raise ValueError(
-                message(
-                    "donate_state is True, False or 'auto'.",
-                    received={"donate_state": donate_state},
-                    fix="Leave it out for 'auto'.",
-                )
+            raise value_error(
+                "donate_state is True, False or 'auto'.",
+                received={"donate_state": donate_state},
+                fix="Leave it out for 'auto'.",
             )
         checked_timeout(self.input_timeout_s)
         checked_compiler_options(self.compiler_options)
         if self.input not in INPUTS:
-            raise ValueError(
-                message(
-                    'input is "global" (all processes read the same) or "per_process" (every '
-                    "process reads its own rows).",
-                    received={"input": self.input},
-                    fix='Leave it out for "global".',
-                    name=str(self.input),
-                    choices=INPUTS,
-                )
+            raise value_error(
+                'input is "global" (all processes read the same) or "per_process" (every '
+                "process reads its own rows).",
+                received={"input": self.input},
+                fix='Leave it out for "global".',
+                name=str(self.input),
+                choices=INPUTS,
             )
 
         if self.tables not in TABLES:
-            raise ValueError(
-                message(
-                    'tables is "auto", "rows", "lazy" or None.',
-                    received={"tables": self.tables},
-                    fix='Leave it out for "auto".',
-                    name=str(self.tables),
-                    choices=[each for each in TABLES if each],
-                )
+            raise value_error(
+                'tables is "auto", "rows", "lazy" or None.',
+                received={"tables": self.tables},
+                fix='Leave it out for "auto".',
+                name=str(self.tables),
+                choices=[each for each in TABLES if each],
             )
 
     def as_arguments(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.mesh import auto_mesh, build_mesh
@@ -68,13 +68,11 @@ def _devices_here(ids: list[int], of: str) -> list:
     here = {device.id: device for device in jax.devices()}
     missing = [number for number in ids if number not in here]
     if missing:
-        raise ValueError(
-            message(
-                "A strategy can only be unpickled if the devices it was pickled on are there.",
-                received=f"{of}, whose devices {missing} are not among the {len(here)} here.",
-                fix="Create a TPUStrategy for these devices, and load the model in its scope "
-                "from a file saved with model.save().",
-            )
+        raise value_error(
+            "A strategy can only be unpickled if the devices it was pickled on are there.",
+            received=f"{of}, whose devices {missing} are not among the {len(here)} here.",
+            fix="Create a TPUStrategy for these devices, and load the model in its scope "
+            "from a file saved with model.save().",
         )
     return [here[number] for number in ids]
 

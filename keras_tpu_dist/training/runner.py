@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.clock import InputReports, TimedInput
 from keras_tpu_dist.input.host_arrays import copied
@@ -84,13 +84,11 @@ class Runner:
             ValueError: If the input has no rows.
         """
         if self._only_described is not None:
-            raise RuntimeError(
-                message(
-                    "A strategy for a slice without its chips can compile a model, not run it.",
-                    received=f"{name} with topology={self._only_described!r}.",
-                    fix="Leave `topology` out to run on the attached devices; to see what the "
-                    "slice would do, use keras_tpu_dist.dry_run.",
-                )
+            raise runtime_error(
+                "A strategy for a slice without its chips can compile a model, not run it.",
+                received=f"{name} with topology={self._only_described!r}.",
+                fix="Leave `topology` out to run on the attached devices; to see what the "
+                "slice would do, use keras_tpu_dist.dry_run.",
             )
         _check_input(name, arguments.get("x"), may_be_empty=self.own_input is not None)
         turns = turns_of(model)

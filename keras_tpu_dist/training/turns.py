@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.training.buffers import Buffers
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -162,15 +162,13 @@ class Turns:
             model: The model.
         """
         if self.elsewhere:
-            raise RuntimeError(
-                message(
-                    "One thread at a time trains a model, or compiles it.",
-                    received=f"{name} of model {model.name!r} in thread "
-                    f"{threading.current_thread().name!r}, while {self._training} of it runs in "
-                    f"thread {getattr(self._trainer, 'name', None)!r}.",
-                    fix="Wait for the other thread, or train a copy "
-                    "(keras.models.clone_model); predict and evaluate may run beside fit.",
-                )
+            raise runtime_error(
+                "One thread at a time trains a model, or compiles it.",
+                received=f"{name} of model {model.name!r} in thread "
+                f"{threading.current_thread().name!r}, while {self._training} of it runs in "
+                f"thread {getattr(self._trainer, 'name', None)!r}.",
+                fix="Wait for the other thread, or train a copy "
+                "(keras.models.clone_model); predict and evaluate may run beside fit.",
             )
 
     def _others(self, counter: Counter) -> list[threading.Thread]:
@@ -193,13 +191,11 @@ class Turns:
             if self._changed.wait(_LOOK_AFTER_S):
                 continue
             if any(map(_joins_this_thread, others())):
-                raise RuntimeError(
-                    message(
-                        "Two threads must not wait for each other.",
-                        received=f"{waits}, and that thread waits for this one, in join().",
-                        fix="Start or join the thread in a callback of the fit, when the model is "
-                        "built, or after the fit.",
-                    )
+                raise runtime_error(
+                    "Two threads must not wait for each other.",
+                    received=f"{waits}, and that thread waits for this one, in join().",
+                    fix="Start or join the thread in a callback of the fit, when the model is "
+                    "built, or after the fit.",
                 )
             if time.monotonic() > warn_at:
                 logger.warning("%s", waits)
@@ -296,12 +292,9 @@ class Recompiled:
 
     def __call__(self, state: Any, iterator: Any) -> Any:
         """Raises a `RuntimeError`."""
-        raise RuntimeError(
-            message(
-                "A fit trains the model as it was compiled before it.",
-                received=f"compile of model {self._name!r} in a callback, after which its fit went "
-                "on.",
-                fix="Stop the fit first (model.stop_training = True), or compile in on_train_end; "
-                "then call fit again. The model is compiled anew and has its weights.",
-            )
+        raise runtime_error(
+            "A fit trains the model as it was compiled before it.",
+            received=f"compile of model {self._name!r} in a callback, after which its fit went on.",
+            fix="Stop the fit first (model.stop_training = True), or compile in on_train_end; "
+            "then call fit again. The model is compiled anew and has its weights.",
         )

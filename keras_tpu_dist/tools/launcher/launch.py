@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common import records
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.launched import (
     COORDINATOR,
     END,
@@ -99,12 +99,10 @@ def launch(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            message(
-                "The logs of the processes need a folder.",
-                received=f"logs={named!r}, which is a file or in a file.",
-                fix="Pass the path of a folder.",
-            )
+        raise value_error(
+            "The logs of the processes need a folder.",
+            received=f"logs={named!r}, which is a file or in a file.",
+            fix="Pass the path of a folder.",
         ) from None
     # A killed launcher may have left files.
     shutil.rmtree(folder / _REPORTS, ignore_errors=True)

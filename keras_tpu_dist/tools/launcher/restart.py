@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keras_tpu_dist.common import records
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 # Causes from outside of the program; they may repeat at the same step by chance.
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit code 75", "exit code 137")
@@ -47,13 +47,11 @@ class Restarts:
     def __post_init__(self):
         path = self.processes_from
         if path is not None and not Path(path).is_file():
-            raise ValueError(
-                message(
-                    "processes_from must be a file with the number of processes, or a program "
-                    "that prints it.",
-                    received={"processes_from": path},
-                    fix="Pass the path of an existing file.",
-                )
+            raise value_error(
+                "processes_from must be a file with the number of processes, or a program "
+                "that prints it.",
+                received={"processes_from": path},
+                fix="Pass the path of an existing file.",
             )
 
 

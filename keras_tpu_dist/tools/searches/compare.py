@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_counts
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
@@ -134,12 +134,9 @@ def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
         or not list(layouts)
         or not all(isinstance(mesh, Mapping) for mesh in listed)
     ):
-        raise ValueError(
-            message(
-                "compare needs a list of meshes, which are dicts of axis sizes, and a list of "
-                "layouts.",
-                received={"meshes": listed or meshes, "layouts": layouts},
-                fix='Write for example meshes=[{"data": 8}], layouts=[None, "fsdp"].',
-            )
+        raise value_error(
+            "compare needs a list of meshes, which are dicts of axis sizes, and a list of layouts.",
+            received={"meshes": listed or meshes, "layouts": layouts},
+            fix='Write for example meshes=[{"data": 8}], layouts=[None, "fsdp"].',
         )
     return listed, list(layouts)

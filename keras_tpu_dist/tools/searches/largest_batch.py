@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
@@ -143,12 +143,10 @@ def largest_batch(
     check_how(mode, timeout, progress)
     check_length("largest_batch", sequence_length)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise ValueError(
-            message(
-                "tolerance is the share of the batch that may be missing, 0 or more.",
-                received={"tolerance": tolerance},
-                fix="Leave it out, or write for example tolerance=0.05.",
-            )
+        raise value_error(
+            "tolerance is the share of the batch that may be missing, 0 or more.",
+            received={"tolerance": tolerance},
+            fix="Leave it out, or write for example tolerance=0.05.",
         )
     inputs = given_inputs(x, y, sample_weight, sequence_length)
 
@@ -187,23 +185,19 @@ def _computing_again(strategy: Strategy, remat: Any) -> Iterator[None]:
 
 def _check_compiles(max_compiles: int) -> None:
     if not is_count(max_compiles, 1):
-        raise ValueError(
-            message(
-                "max_compiles is a number of compilations, 1 or more.",
-                received={"max_compiles": max_compiles},
-                fix="Leave it out, or write for example max_compiles=8.",
-            )
+        raise value_error(
+            "max_compiles is a number of compilations, 1 or more.",
+            received={"max_compiles": max_compiles},
+            fix="Leave it out, or write for example max_compiles=8.",
         )
 
 
 def _checked_topology(strategy: Strategy) -> Topology:
     topology = getattr(strategy, "topology", None)
     if topology is None:
-        raise ValueError(
-            message(
-                "Finding the largest batch needs a slice whose memory is known.",
-                received={"strategy": strategy},
-                fix='Use TPUStrategy(mesh, layout, topology="v5e:2x4").',
-            )
+        raise value_error(
+            "Finding the largest batch needs a slice whose memory is known.",
+            received={"strategy": strategy},
+            fix='Use TPUStrategy(mesh, layout, topology="v5e:2x4").',
         )
     return topology

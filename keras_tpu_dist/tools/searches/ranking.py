@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
 from keras_tpu_dist.show.colours import NONE, colours_left_out
@@ -170,12 +170,10 @@ class Ranking(Page):
         """
         best = self.best
         if best is None:
-            raise ValueError(
-                message(
-                    "No tried strategy fits the model into the slice.",
-                    received={"model": self.model, "topology": self.topology},
-                    fix="Search a larger slice, or give a smaller batch_size.",
-                )
+            raise value_error(
+                "No tried strategy fits the model into the slice.",
+                received={"model": self.model, "topology": self.topology},
+                fix="Search a larger slice, or give a smaller batch_size.",
             )
         if isinstance(topology, str):
             topology = Topology.parse(topology)

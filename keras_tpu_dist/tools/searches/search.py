@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import check_seconds, is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
@@ -274,12 +274,10 @@ def _forecasts(
             except ValueError as error:
                 logger.info("%s: %s", candidate, error)
     if not found:
-        raise ValueError(
-            message(
-                "No candidate fits the slice and the model.",
-                received={"model": model.name, "topology": topology.name, "tried": len(chosen)},
-                fix="Give others with among=[...], or a batch_size that more meshes can split.",
-            )
+        raise value_error(
+            "No candidate fits the slice and the model.",
+            received={"model": model.name, "topology": topology.name, "tried": len(chosen)},
+            fix="Give others with among=[...], or a batch_size that more meshes can split.",
         )
     found.sort(key=lambda tried: _promise(tried, topology.hbm_bytes))
     return model.name, found
@@ -328,23 +326,19 @@ def _check_others(among: Any, sequence_length: Any, progress: Any) -> None:
         return
     listed = isinstance(among, Sequence) and not isinstance(among, str)
     if not listed or not all(isinstance(each, Candidate) for each in among):
-        raise ValueError(
-            message(
-                "among takes candidates of a search.",
-                received={"among": among},
-                fix="Pass candidates that another search has ranked.",
-            )
+        raise value_error(
+            "among takes candidates of a search.",
+            received={"among": among},
+            fix="Pass candidates that another search has ranked.",
         )
 
 
 def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
     if not callable(build):
-        raise ValueError(
-            message(
-                "A search takes a function that builds a model, or a model.",
-                received={"build": build},
-                fix="Write search(build, 'v5e:4x4', batch_size=256).",
-            )
+        raise value_error(
+            "A search takes a function that builds a model, or a model.",
+            received={"build": build},
+            fix="Write search(build, 'v5e:4x4', batch_size=256).",
         )
     wrong = {}
     if batch_size is not None and not is_count(batch_size, 1):
@@ -354,10 +348,8 @@ def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
     if not is_count(exact, 0):
         wrong["exact"] = exact
     if wrong:
-        raise ValueError(
-            message(
-                "batch_size and compilations are whole numbers of at least 1, exact of at least 0.",
-                received=wrong,
-                fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=8).",
-            )
+        raise value_error(
+            "batch_size and compilations are whole numbers of at least 1, exact of at least 0.",
+            received=wrong,
+            fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=8).",
         )

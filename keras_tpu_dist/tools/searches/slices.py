@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.show.page import Page, TableCell, code, document, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_width, wrapped
@@ -141,12 +141,10 @@ class SliceRanking(Page):
         """
         best = self.best
         if best is None:
-            raise ValueError(
-                message(
-                    "No tried strategy fits the model into one of the slices.",
-                    received={"topology": [ranking.topology for ranking in self.rankings]},
-                    fix="Name larger slices, or give a smaller batch_size.",
-                )
+            raise value_error(
+                "No tried strategy fits the model into one of the slices.",
+                received={"topology": [ranking.topology for ranking in self.rankings]},
+                fix="Name larger slices, or give a smaller batch_size.",
             )
         return best.tried.candidate.strategy(None if topology is None else Topology.parse(topology))
 
@@ -260,13 +258,10 @@ def compare_slices(
     """
     listed = isinstance(rankings, Sequence) and not isinstance(rankings, str)
     if not listed or not rankings or not all(isinstance(each, Ranking) for each in rankings):
-        raise ValueError(
-            message(
-                "Slices are compared by what was found on each.",
-                received={"rankings": rankings},
-                fix="Write compare_slices([ktd.search(build, 'v5e-8'), ktd.search(build, 'v6e-8')])"
-                ".",
-            )
+        raise value_error(
+            "Slices are compared by what was found on each.",
+            received={"rankings": rankings},
+            fix="Write compare_slices([ktd.search(build, 'v5e-8'), ktd.search(build, 'v6e-8')]).",
         )
     chips = [Topology.parse(ranking.topology).chip.name for ranking in rankings]
     return SliceRanking(tuple(rankings), tuple(_prices(price, chips).items()))
@@ -281,32 +276,26 @@ def _prices(price: Any, chips: list[str]) -> dict[str, float]:
     for name, value in given.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
-            raise ValueError(
-                message(
-                    "The price of a chip is what it costs an hour: a number above 0.",
-                    received={"price": price},
-                    fix='Write for example price=1.2, or price={"v5e": 1.2, "v6e": 2.7}.',
-                )
+            raise value_error(
+                "The price of a chip is what it costs an hour: a number above 0.",
+                received={"price": price},
+                fix='Write for example price=1.2, or price={"v5e": 1.2, "v6e": 2.7}.',
             )
         if name not in _CHIP_OF:
-            raise ValueError(
-                message(
-                    "Prices are by the names of chips.",
-                    received={"price": price},
-                    fix=f"Use one of: {', '.join(CHIPS)}.",
-                    name=str(name),
-                    choices=_CHIP_OF,
-                )
+            raise value_error(
+                "Prices are by the names of chips.",
+                received={"price": price},
+                fix=f"Use one of: {', '.join(CHIPS)}.",
+                name=str(name),
+                choices=_CHIP_OF,
             )
     found = {_CHIP_OF[name]: float(value) for name, value in given.items()}
     missing = [chip for chip in chips if chip not in found]
     if missing:
-        raise ValueError(
-            message(
-                "Each chip that is compared needs a price.",
-                received={"price": price, "without a price": missing},
-                fix=f'Add "{missing[0]}" to it, or give one number for all.',
-            )
+        raise value_error(
+            "Each chip that is compared needs a price.",
+            received={"price": price, "without a price": missing},
+            fix=f'Add "{missing[0]}" to it, or give one number for all.',
         )
     return found
 

@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint import CheckpointError, restore
 from keras_tpu_dist.checkpoint.contents import contents, difference
 from keras_tpu_dist.checkpoint.restored import build_optimizer
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import Topology, all_names
 from keras_tpu_dist.layers import convert
 from keras_tpu_dist.layers.experts import is_routed
@@ -214,12 +214,10 @@ def _show(options: Namespace) -> Answered:
 
 def _convert(options: Namespace) -> Answered:
     if not options.output.endswith(".keras"):
-        raise ValueError(
-            message(
-                "convert writes a .keras file.",
-                received={"output": options.output},
-                fix="Give the file this ending.",
-            )
+        raise value_error(
+            "convert writes a .keras file.",
+            received={"output": options.output},
+            fix="Give the file this ending.",
         )
     file_of(options.output)  # so that a bad path is an error before the work, not after it
     with show_progress(), stages("convert", 3) as begin:

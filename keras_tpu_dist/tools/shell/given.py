@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.simulation import simulate
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.rules import LayoutRules
@@ -31,24 +31,20 @@ def build_function(name: str) -> Callable:
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or module.startswith(".") or not module:
-        raise ValueError(
-            message(
-                "Name the function that builds the model as module:function or FILE.py:function.",
-                received={"build": name},
-                fix="Write for example models:build or path/to/models.py:build.",
-            )
+        raise value_error(
+            "Name the function that builds the model as module:function or FILE.py:function.",
+            received={"build": name},
+            fix="Write for example models:build or path/to/models.py:build.",
         )
     is_path = module.endswith(".py") or "/" in module or "\\" in module
     found = _module_of_file(module) if is_path else own_code.imported(module)
     if not callable(getattr(found, attribute, None)):
-        raise ValueError(
-            message(
-                f"Module {module!r} has no function {attribute!r}.",
-                received={"build": name},
-                fix=_fix_of_module(module),
-                name=attribute,
-                choices=[n for n, value in vars(found).items() if callable(value)],
-            )
+        raise value_error(
+            f"Module {module!r} has no function {attribute!r}.",
+            received={"build": name},
+            fix=_fix_of_module(module),
+            name=attribute,
+            choices=[n for n, value in vars(found).items() if callable(value)],
         )
     function = getattr(found, attribute)
     _check_takes_nothing(function, name)
@@ -69,24 +65,20 @@ def _check_takes_nothing(function: Callable, name: str) -> None:
     try:
         needed.bind()
     except TypeError:
-        raise ValueError(
-            message(
-                "The function that builds the model takes no arguments.",
-                received={"build": name, "arguments": str(needed)},
-                fix="Write one that calls it, or give the arguments default values.",
-            )
+        raise value_error(
+            "The function that builds the model takes no arguments.",
+            received={"build": name, "arguments": str(needed)},
+            fix="Write one that calls it, or give the arguments default values.",
         ) from None
 
 
 def _module_of_file(file: str) -> Any:
     path = Path(file if file.endswith(".py") else f"{file}.py")
     if not path.is_file():
-        raise ValueError(
-            message(
-                "FILE.py:function must name an existing Python file.",
-                received={"file": file},
-                fix="Check the path.",
-            )
+        raise value_error(
+            "FILE.py:function must name an existing Python file.",
+            received={"file": file},
+            fix="Check the path.",
         )
     return own_code.loaded(path)
 
@@ -126,13 +118,11 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
         _check_model(
             built[0] if pair else built, built, options.build, options.command, _MODEL_OR_PAIR
         )
-        raise ValueError(
-            message(
-                f"A function for {options.command} must return (model, strategy) if the command "
-                "has no options for the strategy.",
-                received={"build": options.build, "which returned": type(built).__name__},
-                fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
-            )
+        raise value_error(
+            f"A function for {options.command} must return (model, strategy) if the command "
+            "has no options for the strategy.",
+            received={"build": options.build, "which returned": type(built).__name__},
+            fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
         )
     strategy = strategy_of(options)
     with strategy.scope():
@@ -161,12 +151,10 @@ def _check_model(
     model: Any, returned: Any, name: str, command: str, wanted: str = "a model"
 ) -> None:
     if not isinstance(model, keras.Model):
-        raise ValueError(
-            message(
-                f"A function for {command} must return {wanted}.",
-                received={"build": name, "which returned": type(returned).__name__},
-                fix="End it with `return model`.",
-            )
+        raise value_error(
+            f"A function for {command} must return {wanted}.",
+            received={"build": name, "which returned": type(returned).__name__},
+            fix="End it with `return model`.",
         )
 
 
@@ -182,12 +170,10 @@ def simulate_devices(options: argparse.Namespace) -> None:
     if options.devices is None:
         return
     if options.topology is not None:
-        raise ValueError(
-            message(
-                "--devices simulates devices on this machine; --topology names a slice.",
-                received={"devices": options.devices, "topology": options.topology},
-                fix="Use only one of them.",
-            )
+        raise value_error(
+            "--devices simulates devices on this machine; --topology names a slice.",
+            received={"devices": options.devices, "topology": options.topology},
+            fix="Use only one of them.",
         )
     simulate(options.devices)
     jax.devices()  # so that a module that simulates another number raises an error
@@ -210,12 +196,10 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     except ValueError:
         sizes = {}
     if not sizes or len(sizes) < len(pairs) or not all(sizes):
-        raise ValueError(
-            message(
-                "--mesh is a list of axes with their sizes, without repetitions.",
-                received={"mesh": text},
-                fix="Write --mesh as data=64,model=4.",
-            )
+        raise value_error(
+            "--mesh is a list of axes with their sizes, without repetitions.",
+            received={"mesh": text},
+            fix="Write --mesh as data=64,model=4.",
         )
     return sizes
 
@@ -246,12 +230,10 @@ def remat_of(text: str | None) -> str | dict[str, str] | None:
         return text
     pairs = [rule.partition("=") for rule in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
-        raise ValueError(
-            message(
-                "--remat is a policy, or a list of patterns with policies.",
-                received={"remat": text},
-                fix="Write --remat as full, or as block_*=dots,head=full.",
-            )
+        raise value_error(
+            "--remat is a policy, or a list of patterns with policies.",
+            received={"remat": text},
+            fix="Write --remat as full, or as block_*=dots,head=full.",
         )
     return {pattern.strip(): policy.strip() for pattern, _, policy in pairs}
 
@@ -280,12 +262,10 @@ def _array(text: str | None) -> Any:
             raise ValueError(shape)
         return jax.ShapeDtypeStruct((1, *shape), dtype)
     except (ValueError, TypeError, OverflowError, SyntaxError):
-        raise ValueError(
-            message(
-                "An input is a dtype and sizes.",
-                received={"input": text},
-                fix="Write an input as dtype:sizes, such as int32:512.",
-            )
+        raise value_error(
+            "An input is a dtype and sizes.",
+            received={"input": text},
+            fix="Write an input as dtype:sizes, such as int32:512.",
         ) from None
 
 
@@ -300,12 +280,10 @@ def topologies_of(text: str) -> list[Topology]:
     """
     found = [Topology.parse(name.strip()) for name in text.split(",")]
     if len({topology.name for topology in found}) < len(found):
-        raise ValueError(
-            message(
-                "--topology is a list of slices without repetitions.",
-                received={"topology": text},
-                fix="Write for example --topology v5e-8,v6e-8.",
-            )
+        raise value_error(
+            "--topology is a list of slices without repetitions.",
+            received={"topology": text},
+            fix="Write for example --topology v5e-8,v6e-8.",
         )
     return found
 
@@ -327,10 +305,8 @@ def price_of(text: str | None) -> float | dict[str, float] | None:
             return float(text)
         return {chip.strip(): float(price) for chip, _, price in pairs}
     except ValueError:
-        raise ValueError(
-            message(
-                "--price is the price of a chip-hour: one number, or one per chip.",
-                received={"price": text},
-                fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
-            )
+        raise value_error(
+            "--price is the price of a chip-hour: one number, or one per chip.",
+            received={"price": text},
+            fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
         ) from None

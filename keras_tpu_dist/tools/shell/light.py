@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.records import check_ours
 from keras_tpu_dist.show.page import file_of
 from keras_tpu_dist.tools.goodput.report import goodput_of
@@ -45,31 +45,25 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
     given["processes_from"] = options.processes_from
     if options.here:
         if any(each is not None for each in given.values()):
-            raise ValueError(
-                message(
-                    "--here starts one process with the devices of this host.",
-                    received={name: each for name, each in given.items() if each is not None},
-                    fix="Leave --here out to simulate several hosts on this machine.",
-                )
+            raise value_error(
+                "--here starts one process with the devices of this host.",
+                received={name: each for name, each in given.items() if each is not None},
+                fix="Leave --here out to simulate several hosts on this machine.",
             )
         return 1, None
     processes = 2 if options.processes is None else options.processes
     devices = 4 if options.devices is None else options.devices
     if processes < 1 or devices < 1:
-        raise ValueError(
-            message(
-                "launch needs at least one process with at least one device.",
-                received={"processes": processes, "devices": devices},
-                fix="Write --processes 2 --devices 4.",
-            )
+        raise value_error(
+            "launch needs at least one process with at least one device.",
+            received={"processes": processes, "devices": devices},
+            fix="Write --processes 2 --devices 4.",
         )
     if options.processes_from is not None and not options.restart:
-        raise ValueError(
-            message(
-                "--processes-from is read before each restart.",
-                received={"processes_from": options.processes_from, "restart": options.restart},
-                fix="Add --restart 10.",
-            )
+        raise value_error(
+            "--processes-from is read before each restart.",
+            received={"processes_from": options.processes_from, "restart": options.restart},
+            fix="Add --restart 10.",
         )
     return processes, devices
 
@@ -79,20 +73,16 @@ def _launch(options: Namespace) -> Answered:
     check_script(options.script, options.module)
     for name in ("backoff", "longest_backoff"):
         if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
-            raise ValueError(
-                message(
-                    "Seconds to wait must be at least 0.",
-                    received={name: getattr(options, name)},
-                    fix="Write --backoff 1 --longest-backoff 300.",
-                )
+            raise value_error(
+                "Seconds to wait must be at least 0.",
+                received={name: getattr(options, name)},
+                fix="Write --backoff 1 --longest-backoff 300.",
             )
     if options.restart < 0:
-        raise ValueError(
-            message(
-                "The number of restarts must be at least 0.",
-                received={"restart": options.restart},
-                fix="Write --restart 10.",
-            )
+        raise value_error(
+            "The number of restarts must be at least 0.",
+            received={"restart": options.restart},
+            fix="Write --restart 10.",
         )
     if options.goodput is not None:
         file_of(options.goodput)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 
 _MAIN = "__main__"
 
@@ -37,14 +37,12 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         what, nearest = f"which is a folder without {_MAIN}.py", []
     inside = _programs(path)
-    raise ValueError(
-        message(
-            "launch needs a Python file.",
-            received=f"script={str(path)!r}, {what}.",
-            fix=f"Name a file, such as {inside[0]}." if inside else "Check the path.",
-            name=str(path),
-            choices=nearest,
-        )
+    raise value_error(
+        "launch needs a Python file.",
+        received=f"script={str(path)!r}, {what}.",
+        fix=f"Name a file, such as {inside[0]}." if inside else "Check the path.",
+        name=str(path),
+        choices=nearest,
     )
 
 
@@ -62,12 +60,10 @@ def _programs(folder: Path) -> list[str]:
 def _check_module(name: str) -> None:
     """Looks for a module as `python -m` does, but imports none of its packages."""
     if name.endswith(".py") and Path(name).is_file():
-        raise ValueError(
-            message(
-                "-m needs the name of a module, not a file.",
-                received={"module": name},
-                fix="Leave out -m, or the ending .py.",
-            )
+        raise value_error(
+            "-m needs the name of a module, not a file.",
+            received={"module": name},
+            fix="Leave out -m, or the ending .py.",
         )
     top, *rest = name.split(".")
     folders = _folders_of(top)
