@@ -71,15 +71,35 @@ def value_error(
     name: str | None = None,
     choices: Iterable[object] = (),
 ) -> ValueError:
-    """A `ValueError` to raise, with the text of `message`, which has the same arguments."""
+    """A `ValueError` to raise. See `message`.
+
+    Args:
+        rule: The rule that was broken, as a sentence.
+        received: The arguments, or a sentence.
+        fix: The correction, as a sentence.
+        name: A name that may be mistyped.
+        choices: The valid spellings of `name`.
+    """
     return ValueError(message(rule, received=received, fix=fix, name=name, choices=choices))
 
 
 def type_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> TypeError:
-    """A `TypeError` to raise. See `value_error`."""
+    """A `TypeError` to raise. See `message`.
+
+    Args:
+        rule: The rule that was broken, as a sentence.
+        received: The arguments, or a sentence.
+        fix: The correction, as a sentence.
+    """
     return TypeError(message(rule, received=received, fix=fix))
 
 
 def runtime_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> RuntimeError:
-    """A `RuntimeError` to raise. See `value_error`."""
+    """A `RuntimeError` to raise. See `message`.
+
+    Args:
+        rule: The rule that was broken, as a sentence.
+        received: The arguments, or a sentence.
+        fix: The correction, as a sentence.
+    """
     return RuntimeError(message(rule, received=received, fix=fix))
