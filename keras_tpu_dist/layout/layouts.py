@@ -1,6 +1,5 @@
 """The layouts of a strategy, for variables, outputs and whole models."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -144,7 +143,7 @@ class Layouts:
             axes = tuple(given.spec)
         else:
             return given
-        check_axis_names(LayoutRules([(re.escape(variable.path), axes)]), self.mesh.axis_names)
+        check_axis_names([(variable.path, axes)], self.mesh.axis_names)
         decision = Decision(axes, "the variable's own layout")
         checked(decision, variable.path, variable.shape, self.mesh)
         return named_sharding(self.mesh, axes)
@@ -190,7 +189,7 @@ def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
     if layout is None or isinstance(layout, Planner):
         return layout
     if isinstance(layout, keras.distribution.LayoutMap):
-        check_axis_names(LayoutRules.from_layout_map(layout), axis_names)
+        check_axis_names(LayoutRules.from_layout_map(layout).rules, axis_names)
         return layout
     if isinstance(layout, Plan):
         layout = layout.rules()
@@ -206,5 +205,5 @@ def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
             choices=PLANS,
         )
     rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
-    check_axis_names(rules, axis_names)
+    check_axis_names(rules.rules, axis_names)
     return rules

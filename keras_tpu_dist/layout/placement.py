@@ -1,7 +1,6 @@
 """Decides about the variables of one model: all rules in one place, in one order."""
 
 import math
-import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,8 +80,7 @@ class Placement:
         found = self.decisions.get(id(variable), _REPLICATED)
         if found.reason.startswith(_AMBIGUOUS):
             decide(variable.path, self._setting.layout)  # raises Keras's own error
-        rule = LayoutRules([(re.escape(variable.path), found.axes)])
-        check_axis_names(rule, self._setting.mesh.axis_names)
+        check_axis_names([(variable.path, found.axes)], self._setting.mesh.axis_names)
         return checked(found, variable.path, variable.shape, self._setting.mesh)
 
     @property
@@ -112,9 +110,9 @@ class Placement:
         Raises:
             ValueError: If it does.
         """
-        pattern, names = re.escape(f"{path}/output"), self._setting.mesh.axis_names
+        names = self._setting.mesh.axis_names
         for axes in layouts_in(self.annotations.outputs[path]):
-            check_axis_names(LayoutRules([(pattern, axes)]), names)
+            check_axis_names([(f"{path}/output", axes)], names)
 
     def written_in_program(self) -> tuple[Any, ...]:
         """All constants of a compiled step besides its variables' layouts."""

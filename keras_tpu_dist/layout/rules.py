@@ -211,17 +211,18 @@ class IndivisibleError(LayoutError):
     code = "indivisible"
 
 
-def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
+def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str]) -> None:
     """Raises a `ValueError` if a rule names an axis that the mesh does not have.
 
     Args:
-        rules: The rules; `"logical"` in them means all logical sub-axes of the mesh.
+        rules: Patterns, or paths, with their axes; `"logical"` in them means all logical sub-axes
+            of the mesh.
         axis_names: The mesh's axes.
 
     Raises:
         LayoutError: If there is such a rule; the error names the first one.
     """
-    for pattern, axes in rules.rules:
+    for pattern, axes in rules:
         names = names_in(spell_out(axes, axis_names))
         if len(set(names)) != len(names):
             raise LayoutError(
