@@ -60,6 +60,50 @@ if TYPE_CHECKING:
     from keras_tpu_dist.tools.searches.search import search as search
     from keras_tpu_dist.tools.searches.slices import compare_slices as compare_slices
 
+__all__ = [
+    "Calibration",
+    "CheckpointError",
+    "DeviceAssignment",
+    "DistributedDataset",
+    "DryRun",
+    "InputContext",
+    "InputShard",
+    "LayoutRules",
+    "LoopCheckpoint",
+    "PerReplica",
+    "Planner",
+    "ReplicaContext",
+    "RunOptions",
+    "TPUStrategy",
+    "Topology",
+    "ValueContext",
+    "Verification",
+    "__version__",
+    "assign",
+    "callbacks",
+    "checkpoints",
+    "compare",
+    "compare_slices",
+    "convert",
+    "diff",
+    "dry_run",
+    "freeze",
+    "get_replica_context",
+    "initialize",
+    "largest_batch",
+    "layers",
+    "read_profile",
+    "remat",
+    "replicate",
+    "restore",
+    "scan_blocks",
+    "search",
+    "show_progress",
+    "simulate",
+    "split",
+    "verify",
+]
+
 # Names that an ordinary fit does not need, and their modules, which are imported on first use.
 # Layers are imported at once, because Keras only finds a layer named in a file if its class is
 # registered.
@@ -106,4 +150,4 @@ if not TYPE_CHECKING:  # a type checker would accept any name of a module with `
         return globals()[name]
 
     def __dir__():
-        return sorted({name for name in globals() if name != "TYPE_CHECKING"} | set(_LATER))
+        return __all__

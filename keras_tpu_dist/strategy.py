@@ -1003,8 +1003,11 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         return _made_again, (type(self), *recipe)
 
     def __repr__(self):
-        mesh, platform = self.layouts.mesh, self.layouts.mesh.devices.flat[0].platform
-        return f"<TPUStrategy mesh={dict(mesh.shape)} on {mesh.size} {platform}>"
+        mesh = self.layouts.mesh
+        where = f"{mesh.size} {mesh.devices.flat[0].platform}"
+        if self._topology is not None:
+            where = f"a described {self._topology.name}"
+        return f"<TPUStrategy mesh={dict(mesh.shape)} on {where}>"
 
 
 def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, options: Options) -> TPUStrategy:

@@ -8,7 +8,13 @@ import jax
 from keras_tpu_dist._keras import jax_backend_started
 
 # Device files of TPUs, and of NVIDIA's and AMD's GPUs.
-_ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+_ACCELERATORS = (*_CHIPS, "/dev/nvidia[0-9]*", "/dev/kfd")
+
+
+def chip_files() -> list[str]:
+    """The device files of this machine that look like those of TPU chips."""
+    return sorted(file for pattern in _CHIPS for file in glob.glob(pattern))
 
 
 def start_without_tpu() -> None:

@@ -10,6 +10,7 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.environment import DEVICE_COUNT_FLAG, simulated_environment
+from keras_tpu_dist.hardware.libtpu import chip_files
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -55,6 +56,13 @@ def simulate(num_devices: int = 8) -> None:
             f"device(s) of platform {devices[0].platform!r}.",
             fix="Call ktd.simulate() right after the imports, before the first array, model "
             "or jax.devices(); in a notebook, restart the kernel first.",
+        )
+    if chips := chip_files():
+        logger.warning(
+            "simulate(%d) trains on the CPU, though this machine seems to have TPU chips (%s); to "
+            "use them, remove the call",
+            num_devices,
+            ", ".join(chips),
         )
     os.environ.update(simulated_environment(num_devices))
     # jax read its environment when it was imported, maybe before this line.

@@ -16,6 +16,7 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
+from keras_tpu_dist.layout.planner import device_memory, state_bytes
 from keras_tpu_dist.layout.rules import LayoutError, dead_patterns, matching, nearest_path
 from keras_tpu_dist.layout.unpaired import Unpaired, unpaired
 from keras_tpu_dist.show.page import Shown
@@ -27,6 +28,10 @@ SEVERITIES = ("error", "warning", "info")
 
 # Smaller replicated weights are never reported as giants.
 _GIANT_BYTES = 2**20
+# Without a layout, weights are replicated on purpose while the state takes less of the memory.
+_SMALL_STATE = 0.1
+# Batches that leave fewer devices without work are not reported.
+_IDLE = 0.1
 _GIANTS_SHOWN = 5
 
 
@@ -305,6 +310,9 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
     found = []
     if placement.plan is not None:
         return []  # see _fallbacks
+    state = sum(map(state_bytes, _weights(model)))
+    if setting.layout is None and state < _SMALL_STATE * device_memory(setting.mesh):
+        return []
     for variable in sorted(_weights(model), key=bytes_of, reverse=True):
         left = placement.decisions[id(variable)].reason in UNDECIDED
         if not left or bytes_of(variable) < _GIANT_BYTES or len(found) == _GIANTS_SHOWN:
@@ -425,9 +433,13 @@ def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
         words = f"{batch_size} rows for {ways} shards: {ways - batch_size} shards have no row."
         fix = f"Use a batch of at least {ways}."
         return [Finding("warning", "small-batch", "batch_size", words, fix)]
-    if batch_size % ways:
-        words = f"{batch_size} rows are not divisible by {ways}: the last devices get fewer."
-        fix = f"Use {batch_size // ways * ways} or {(batch_size // ways + 1) * ways} rows."
+    filled = -(-batch_size // ways) * ways
+    if filled - batch_size > _IDLE * filled:
+        words = (
+            f"{batch_size} rows over {ways} devices: works, but {filled - batch_size} of "
+            f"{filled} places are empty in each step."
+        )
+        fix = f"For full devices, use {batch_size // ways * ways} or {filled} rows."
         return [Finding("info", "uneven-batch", "batch_size", words, fix)]
     return []
 

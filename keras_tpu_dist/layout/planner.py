@@ -280,8 +280,8 @@ class Planner:
         """The plans to combine, and the name of the result."""
         if self.kind != "auto":
             return (self.kind,), self.kind
-        room = (self.memory_bytes or _device_memory(mesh)) * _STATE_FRACTION
-        state = sum(_state_bytes(v) / _ways(mesh, tensor.get(id(v))) for v in variables)
+        room = (self.memory_bytes or device_memory(mesh)) * _STATE_FRACTION
+        state = sum(state_bytes(v) / _ways(mesh, tensor.get(id(v))) for v in variables)
         plans = ["tensor_parallel"] if len(mesh.axis_names) > len(stored) else []
         already = " after that" if plans else ""
         if state > room and math.prod(mesh.shape[name] for name in stored) > 1:
@@ -401,14 +401,22 @@ def _ways(mesh, decision: Decision | None) -> int:
     return 1 if decision is None else split_ways(mesh, decision.axes)
 
 
-def _state_bytes(variable) -> int:
+def state_bytes(variable: Any) -> int:
+    """The bytes of a weight with a usual optimizer's slots and its gradient.
+
+    Args:
+        variable: The weight.
+    """
     copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
     return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize * copies
 
 
-def _device_memory(mesh) -> int:
-    """The memory that a device may use: the same in all processes, which must choose the same
-    plan."""
+def device_memory(mesh: Mesh) -> int:
+    """The memory that a device may use: the same in all processes, which must choose the same plan.
+
+    Args:
+        mesh: The mesh of the device.
+    """
     device = mesh.devices.flat[0]
     if (chip := of_kind(device.device_kind)) is not None:
         return chip.device_hbm_bytes

@@ -41,6 +41,16 @@ def test_simulate_gives_devices_after_the_imports():
     assert done.stdout.split() == ["3", "cpu", "12"], done.stderr
 
 
+def test_simulate_where_there_are_chips_says_so():
+    done = _python(
+        "import glob; glob.glob = lambda p: ['/dev/accel0'] if 'accel' in p else [];"
+        "import keras_tpu_dist as ktd; ktd.simulate(3)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "simulate(3) trains on the CPU, though this machine seems to have TPU" in done.stderr
+    assert "(/dev/accel0); to use them, remove the call" in done.stderr
+
+
 @pytest.mark.slow
 def test_simulate_after_jax_started_says_so():
     _assert_refused(

@@ -12,7 +12,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.hardware.chips import CHIPS
-from keras_tpu_dist.layout.planner import Planner, _device_memory, slot_decision
+from keras_tpu_dist.layout.planner import Planner, device_memory, slot_decision
 from keras_tpu_dist.layout.rules import checked
 
 L = keras.layers
@@ -376,7 +376,7 @@ def test_auto_asks_no_device_of_another_process():
             return {"bytes_limit": 123}
 
     def memory(*devices):
-        return _device_memory(SimpleNamespace(devices=np.array(devices, object)))
+        return device_memory(SimpleNamespace(devices=np.array(devices, object)))
 
     far = Device("TPU v5 lite", "tpu", 1)
     assert memory(far, Device("TPU v5 lite", "tpu", 0)) == CHIPS["v5e"].device_hbm_bytes
