@@ -191,7 +191,8 @@ def _not_names(node):
         yield from (each for argument in node.args for each in ast.walk(argument))
 
 
-# The seam's folder; Python's own, of named tuples and of `os`; ends of names of our own; marks that we put on objects.
+# The folder of the seam; names of Python, of named tuples and of `os`; ends of names of our own;
+# marks that we put on objects.
 PYTHONS = {"_keras", "_replace", "_fields", "_asdict", "_exit"}
 ENDS = {"_a", "_b", "_zero", "_of_"}
 OURS = "_keras_tpu_dist_"
