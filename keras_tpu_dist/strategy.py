@@ -384,7 +384,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         Args:
             what: `None` for the mesh; a model; a `keras.Variable`, to see how it is split when its
                 model runs; a `jax.Array`, to see how it is split now. A plan needs the variable's
-                model, so the picture warns if this strategy has not seen that model.
+                model, so the picture warns if that model is not this strategy's.
 
         Returns:
             A picture. Notebooks draw it. In a terminal, `print` it or `rich.print` it. To save it,
@@ -406,9 +406,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         Args:
             model: A model. If it is not built yet, the variables it has so far are used.
         """
-        placement = self.layouts.placement(model, membership.given_layout)
-        membership.note_asked(model, self)
-        return placement
+        return self.layouts.placement(model, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch.

@@ -130,7 +130,6 @@ from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.structure import without_distribution as without_distribution
 from keras_tpu_dist._keras.trainer import StateGroup as StateGroup
-from keras_tpu_dist._keras.trainer import failure_is_seen as failure_is_seen
 from keras_tpu_dist._keras.trainer import follow_changes as follow_changes
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
@@ -142,12 +141,12 @@ from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
+from keras_tpu_dist._keras.trainer import on_new_layer as on_new_layer
 from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
 from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
-from keras_tpu_dist._keras.trainer import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.trainer import trainability as trainability
 from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout

@@ -11,7 +11,7 @@ from keras.src.utils.numerical_utils import encode_categorical_inputs
 from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.calls import route_calls
 from keras_tpu_dist._keras.structure import flatten_layers
-from keras_tpu_dist._keras.trainer import tell_of_compiling, tell_of_layers
+from keras_tpu_dist._keras.trainer import on_compile, on_new_layer
 from keras_tpu_dist.common.errors import message
 
 _PIPELINE = (
@@ -135,5 +135,5 @@ def _make_compiled(model: Any) -> None:
             layer.supports_jit = True
 
 
-tell_of_layers(_route)
-tell_of_compiling(_make_compiled)
+on_new_layer(_route)
+on_compile(_make_compiled)

@@ -21,6 +21,7 @@ from keras_tpu_dist._keras.generation import generates
 from keras_tpu_dist._keras.seam import Replacement
 from keras_tpu_dist._keras.variables import OWNER, claim
 from keras_tpu_dist.common import phases
+from keras_tpu_dist.common.errors import runtime_error
 
 _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
@@ -110,7 +111,7 @@ def _running(find_strategy) -> list[Replacement]:
 
 
 def _creating(created, compiling) -> list[Replacement]:
-    tell_of_layers(lambda layer: _model_created(created, layer))
+    on_new_layer(lambda layer: _model_created(created, layer))
     return [
         # Keras checks whether a model's compile is the base class's own, so it is replaced there.
         Replacement(
@@ -223,7 +224,7 @@ def _bookkeeping() -> list[Replacement]:
         Replacement(
             "keras.callbacks:CallbackList",
             "__init__",
-            _told_list,
+            _callback_list,
             why="callbacks see a resumed run as one that never stopped; no thread waits for logs "
             "that are not read; only one process prints a progress bar",
             hook="a distribution that makes the CallbackList",
@@ -257,7 +258,7 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
     with contextlib.ExitStack() as stack:
         stack.enter_context(_counted(strategy, model, name))
         if name == "fit":
-            stack.enter_context(_told_of_fit(arguments))
+            stack.enter_context(_fit_begins(arguments))
         if strategy is not None:
             stack.enter_context(strategy.runner.running(strategy, model, name, arguments))
         stack.enter_context(_begun(_ENTRY_POINTS[name]))
@@ -280,13 +281,12 @@ def _counted(strategy: Any, model: Any, name: str) -> contextlib.AbstractContext
 
 
 @contextlib.contextmanager
-def _told_of_fit(arguments):
+def _fit_begins(arguments):
     """Passes callbacks the arguments of fit before it begins, and calls them at its end.
 
     They are also called if fit fails. Public replacement: none; `set_params` only gets the number
     of epochs and steps, and `on_train_end` is not called if fit fails.
     """
-    _end_failed()
     for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
             callback.before_fit(arguments)
@@ -299,74 +299,25 @@ def _told_of_fit(arguments):
         yield
 
 
-class _Unseen:
-    """A fit that began before the seam was installed.
+def _check_seen(callbacks: list) -> None:
+    """Raises a `RuntimeError` for a fit that began before the seam was installed.
 
     In `model.fit(x, callbacks=[Checkpoint(...)])`, if the callback is the first object of ours,
     Python looks up `model.fit`, which is the stock one, before it creates the callback, which
-    installs the seam. The arguments of `fit` are then read from its frame when its callbacks begin.
+    installs the seam: callbacks do not get the arguments of `fit`, nor notice that it fails.
     """
-
-    def __init__(self, callbacks: Any, frame: Any):
-        given = frame.f_locals
-        self._code, self._frame, self._thread = frame.f_code, id(frame), threading.get_ident()
-        # Those that the user passed; Keras has added its own before and after them.
-        self._callbacks = list(callbacks.callbacks)
-        token = input_of_fit.set({"iterator": given.get("epoch_iterator"), "unseen": self})
-        self._at_end = contextlib.ExitStack()
-        self._at_end.callback(input_of_fit.reset, token)
-        for callback in reversed(self._callbacks):
-            if hasattr(callback, "after_fit"):
-                self._at_end.callback(callback.after_fit)
-        self._given = {**given, "callbacks": self._callbacks}
-
-    def begin(self) -> None:
-        """Passes callbacks the arguments of `fit`."""
-        try:
-            for callback in self._callbacks:
-                if hasattr(callback, "before_fit"):
-                    callback.before_fit(self._given)
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """Tells callbacks that the fit has ended."""
-        global _unseen
-        _unseen = None
-        self._at_end.close()
-
-    def has_failed(self) -> bool:
-        """Whether it has ended by an exception, which we could not see."""
-        frame = inspect.currentframe()
-        while frame is not None and (id(frame) != self._frame or frame.f_code is not self._code):
-            frame = frame.f_back
-        return frame is None and threading.get_ident() == self._thread
-
-
-_unseen: _Unseen | None = None
-
-
-def _end_failed() -> None:
-    if _unseen is not None and _unseen.has_failed():
-        _unseen.end()
-
-
-def _begin_unseen(callbacks: Any) -> None:
-    """Records a fit that began before the seam was installed, if this is one."""
-    global _unseen
     stock = inspect.unwrap(seam.stock(_TRAINER, "fit")).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not stock:
         frame = frame.f_back
-    if frame is not None:
-        _unseen = _Unseen(callbacks, frame)
-        _unseen.begin()
-
-
-def failure_is_seen() -> bool:
-    """Whether callbacks of the running fit are called if it fails. See `_Unseen`."""
-    return "unseen" not in (input_of_fit.get() or {})
+    ours = [each for each in callbacks if hasattr(each, "before_fit")]
+    if ours and frame is not None:
+        name = type(ours[0]).__name__
+        raise runtime_error(
+            "A callback of keras_tpu_dist must exist before fit is called.",
+            received=f"{name}(...) within the call of fit, as the first object of this package.",
+            fix=f"Write callback = {name}(...) on a line before, and fit(callbacks=[callback]).",
+        )
 
 
 signature = functools.lru_cache(inspect.signature)
@@ -374,37 +325,37 @@ signature = functools.lru_cache(inspect.signature)
 
 def _callbacks(given: Any) -> list:
     if isinstance(given, keras.callbacks.CallbackList):
-        _have_told(given)  # it may be older than the seam
+        _convert(given)  # it may be older than the seam
         given = given.callbacks
     return keras.tree.flatten(given)
 
 
-_told_of_layers: list[Callable[[Any], None]] = []
-_told_of_compiling: list[Callable[[Any], None]] = []
+_for_layers: list[Callable[[Any], None]] = []
+_for_compiled: list[Callable[[Any], None]] = []
 
 
-def tell_of_layers(created: Callable[[Any], None]) -> None:
+def on_new_layer(created: Callable[[Any], None]) -> None:
     """Calls `created(layer)` at the start of every `Layer.__init__`, also for models.
 
     Args:
         created: Called with every new layer, which has no name and no weights yet.
     """
-    _told_of_layers.append(created)
+    _for_layers.append(created)
 
 
-def tell_of_compiling(begins: Callable[[Any], None]) -> None:
+def on_compile(begins: Callable[[Any], None]) -> None:
     """Calls `begins(model)` before a model is compiled in a strategy's scope.
 
     Args:
         begins: Called with the model.
     """
-    _told_of_compiling.append(begins)
+    _for_compiled.append(begins)
 
 
 def _layer_created(stock, layer, *args, **kwargs):
     stock(layer, *args, **kwargs)
-    for told in _told_of_layers:
-        told(layer)
+    for created in _for_layers:
+        created(layer)
 
 
 def _model_created(created, layer) -> None:
@@ -477,8 +428,8 @@ def _loop_in(function: Any, depth: int = 4) -> Any:
 
 def _compile(created, compiling, stock, model, *args, **kwargs):
     with compiling(model):
-        for told in _told_of_compiling if active_strategy() is not None else ():
-            told(model)
+        for begins in _for_compiled if active_strategy() is not None else ():
+            begins(model)
         stock(model, *args, **kwargs)
         created(model)
 
@@ -541,18 +492,18 @@ def _distribute_output(stock, tensor, layout):
     )
 
 
-def _told_list(stock, callbacks, /, *args, **kwargs):
+def _callback_list(stock, callbacks, /, *args, **kwargs):
     stock(callbacks, *args, **kwargs)
-    _have_told(callbacks)
+    _convert(callbacks)
 
 
-def _have_told(callbacks: Any) -> None:
-    """Converts a callback list to one of class `_Told`."""
+def _convert(callbacks: Any) -> None:
+    """Converts a callback list to one of class `_CallbackList`."""
     stock = keras.callbacks.CallbackList
-    callbacks.__class__ = seam.in_front_of(stock, _Told, type(callbacks))
+    callbacks.__class__ = seam.in_front_of(stock, _CallbackList, type(callbacks))
 
 
-class _Told(keras.callbacks.CallbackList):
+class _CallbackList(keras.callbacks.CallbackList):
     """Keras's callback list with the requests of the callbacks to the strategy's loop.
 
     It calls `before_<moment>` or `after_<moment>` of callbacks around all `on_<moment>`. Keras
@@ -564,7 +515,7 @@ class _Told(keras.callbacks.CallbackList):
 
     def on_train_begin(self, logs=None):
         if input_of_fit.get() is None:
-            _begin_unseen(self)
+            _check_seen(self.callbacks)
         strategy = active_strategy()
         self._fit_control = None if strategy is None else strategy.runner.control(self._model)
         if strategy is not None:
@@ -575,8 +526,6 @@ class _Told(keras.callbacks.CallbackList):
     def on_train_end(self, logs=None):
         with self._around("train_end", logs):
             super().on_train_end(logs)
-        if not failure_is_seen() and _unseen is not None:
-            _unseen.end()
 
     def on_epoch_begin(self, epoch, logs=None):
         with self._around("epoch_begin", epoch, logs):
@@ -623,15 +572,15 @@ class _Told(keras.callbacks.CallbackList):
 
     @contextlib.contextmanager
     def _around(self, moment: str, *args):
-        self._tell(f"before_{moment}", *args)
+        self._call(f"before_{moment}", *args)
         yield
-        self._tell(f"after_{moment}", *args)
+        self._call(f"after_{moment}", *args)
 
-    def _tell(self, name: str, *args) -> None:
+    def _call(self, name: str, *args) -> None:
         for callback in self.callbacks:
-            told = getattr(callback, name, None)
-            if told is not None:
-                told(*args)
+            method = getattr(callback, name, None)
+            if method is not None:
+                method(*args)
 
 
 def _without_logging(function: Callable, *args) -> None:

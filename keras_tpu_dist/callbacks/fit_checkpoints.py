@@ -200,14 +200,12 @@ class FitCheckpoints:
         )
         _check_processes(fit.trainer)
         self.options, self.fit, self.preemption = options, fit, preemption
-        # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
-        asynchronous = options.asynchronous and _keras.failure_is_seen()
         self.store = Store(
             options.path,
             keep=options.keep,
             best=options.best,
             every_s=options.seconds_kept,
-            asynchronous=asynchronous,
+            asynchronous=options.asynchronous,
         )
         self.run = ""
         self.place = TrainingPlace()

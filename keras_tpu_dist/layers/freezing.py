@@ -123,7 +123,7 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
         and not any(matches(path, exclude) for path in paths)
     }
     _freeze(model, named)
-    report = _told(model)
+    report = _reported(model)
     if _trained(model) != before and isinstance(model, keras.Model):
         _keras.forget_functions(model)
     if report.compile_again:
@@ -203,7 +203,7 @@ def _trained(model: Any) -> list[int]:
     return [id(weight) for weight in model.trainable_weights]
 
 
-def _told(model: Any) -> Frozen:
+def _reported(model: Any) -> Frozen:
     trained = {id(weight) for weight in model.trainable_weights}
     groups: tuple[list, list, list] = ([], [], [])
     for weight in model.weights:

@@ -320,4 +320,4 @@ def _layer_created(layer: Any) -> None:
         assign(layer, device)
 
 
-_keras.tell_of_layers(_layer_created)
+_keras.on_new_layer(_layer_created)

@@ -331,20 +331,6 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
-# Models of which a strategy was asked for the layouts of their variables.
-_asked: "weakref.WeakKeyDictionary[Any, weakref.WeakSet]" = weakref.WeakKeyDictionary()
-
-
-def note_asked(model: Any, strategy: Strategy) -> None:
-    """Notes that a strategy was asked for a model's placement, so that its variables are known.
-
-    Args:
-        model: The model; it may belong to no strategy, or to another one.
-        strategy: The strategy.
-    """
-    _asked.setdefault(model, weakref.WeakSet()).add(strategy)
-
-
 def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
     """The layout of a variable once its model has run, which `explain` shows.
 
@@ -359,7 +345,7 @@ def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
     Raises:
         ValueError: If the layout does not fit the variable's shape or the mesh.
     """
-    model = _model_of(variable, strategy)
+    model = _largest_with(variable, _models_of(strategy))
     if model is not None:
         placement = strategy.placement(model)
         return strategy.layouts.target(variable, given_layout(variable), placement), ""
@@ -371,18 +357,13 @@ def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
 
 
 _ALONE = (
-    "planned without its model, which this strategy has not seen: call strategy.explain(model) "
-    "first, or strategy.show(model), for the layout that it gets"
+    "planned without its model, which is not this strategy's: build or run it in the scope for the "
+    "layout that it gets, or call strategy.explain(model)"
 )
 
 
-def _model_of(variable: Any, strategy: Strategy) -> Any:
-    """The largest built model with a variable: the strategy's own, or one it was asked about."""
-    own = [model for model, member in list(_members.items()) if member.strategy is strategy]
-    found = _largest_with(variable, own)
-    if found is not None:
-        return found
-    return _largest_with(variable, [m for m, those in list(_asked.items()) if strategy in those])
+def _models_of(strategy: Strategy) -> list[Any]:
+    return [model for model, member in list(_members.items()) if member.strategy is strategy]
 
 
 def _largest_with(variable: Any, models: list[Any]) -> Any:
@@ -486,8 +467,7 @@ def adopt_all(strategy: Strategy) -> None:
     Args:
         strategy: The strategy that is about to use their variables.
     """
-    models = [m for m, member in list(_members.items()) if member.strategy is strategy]
-    built = [model for model in models if _keras.is_built(model)]
+    built = [model for model in _models_of(strategy) if _keras.is_built(model)]
     inner = {id(layer) for m in built for layer in _keras.flatten_layers(m) if layer is not m}
     for model in built:
         if id(model) not in inner:
@@ -502,7 +482,7 @@ def layers_with(variables: list, strategy: Strategy) -> list:
         strategy: The strategy.
     """
     wanted = {id(v) for v in variables}
-    models = [m for m, member in list(_members.items()) if member.strategy is strategy]
+    models = _models_of(strategy)
     layers = {id(layer): layer for m in models for layer in _keras.flatten_layers(m)}
     return [
         layer
@@ -517,8 +497,8 @@ def variables_changed(strategy: Strategy) -> None:
     Args:
         strategy: The strategy of the fits' models.
     """
-    for model, member in list(_members.items()):
-        if member.strategy is strategy and _keras.has_state(model):
+    for model in _models_of(strategy):
+        if _keras.has_state(model):
             _keras.forget_state(model)
 
 

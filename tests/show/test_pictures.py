@@ -169,11 +169,13 @@ def test_a_weight_whose_model_is_not_known():
     bias = model.layers[0].bias
     assert "planned without its model" in str(strategy.show(bias))
     assert "planned without its model" in strategy.show(bias).svg()
+    with strategy.scope():
+        model = build()
     rows = strategy.explain(model).rows
     for row, weight in zip(rows, model.weights):
         picture = strategy.show(weight)
         assert (picture.name, picture.layout, picture.note) == (row.path, row.layout, "")
-    assert strategy.show(bias).layout == "('model',)"
+    assert strategy.show(model.layers[0].bias).layout == "('model',)"
     # Rules need no model.
     assert ktd.TPUStrategy({"data": 8}, [("kernel", ("data",))]).show(bias).note == ""
 
