@@ -33,7 +33,7 @@ from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.text import duration_text, size_text
 from keras_tpu_dist.tools.dryrun.compile import EFFORTS
-from keras_tpu_dist.tools.dryrun.report import estimate
+from keras_tpu_dist.tools.dryrun.figures import estimate
 from keras_tpu_dist.tools.hlo.analysis import analyze
 from keras_tpu_dist.tools.hlo.wire import Wire
 

@@ -279,7 +279,7 @@ def print_keras(width, hidden, rows, effort):
     ktd.simulate(1)
     import keras
 
-    from keras_tpu_dist.tools.dryrun.report import kinds_of_memory
+    from keras_tpu_dist.tools.dryrun.page import kinds_of_memory
 
     strategy = ktd.TPUStrategy(ktd.DeviceAssignment.build(TOPOLOGY, computation_shape=(1, 2)))
 

@@ -13,7 +13,7 @@ from keras_tpu_dist.tools.checkup import timing
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Bench, Launcher
 from keras_tpu_dist.tools.checkup.report import Check, CheckPart
-from keras_tpu_dist.tools.dryrun.report import estimate
+from keras_tpu_dist.tools.dryrun.figures import estimate
 from keras_tpu_dist.tools.shell.main import main
 from tests.dryrun.made import made_run
 

@@ -4,7 +4,8 @@ from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.tools.dryrun.build import StateBytes
-from keras_tpu_dist.tools.dryrun.report import DryRun, estimate
+from keras_tpu_dist.tools.dryrun.figures import estimate
+from keras_tpu_dist.tools.dryrun.report import DryRun
 from keras_tpu_dist.tools.hlo.analysis import Buffer, LayerCost, ProgramCost
 from keras_tpu_dist.tools.hlo.collectives import Collective
 from keras_tpu_dist.tools.searches.candidates import Candidate

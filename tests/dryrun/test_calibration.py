@@ -11,8 +11,8 @@ from keras_tpu_dist.hardware.calibration import Calibration, published
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.text import duration_text, span_text
 from keras_tpu_dist.tools.dryrun.diff import diff
+from keras_tpu_dist.tools.dryrun.figures import estimate
 from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps
-from keras_tpu_dist.tools.dryrun.report import estimate
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
 from tests.dryrun.made import EVIL, made_run

@@ -11,7 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.chart import Point, scatter_svg
 from keras_tpu_dist.show.torus import MOST_CHIPS, shown_sides, torus_svg
-from keras_tpu_dist.tools.dryrun.report import kinds_of_memory
+from keras_tpu_dist.tools.dryrun.page import kinds_of_memory
 
 GIB = 2**30
 

@@ -114,6 +114,48 @@ def test_bitcasts_between_random_layouts_have_the_same_bytes(dims, random, tiles
             assert found.ravel()[place - 1] == value
 
 
+def narrowed(carried="%part"):
+    """A loop that passes on a part of an array, in the bytes of the whole."""
+    narrow, wide = "f32[8,16]{1,0:T(8,128)}", "f32[8,24]{1,0:T(8,128)}"
+    return f"""HloModule narrowed
+
+%body (s: (s32[], {narrow})) -> (s32[], {narrow}) {{
+  %s = (s32[], {narrow}) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %part = {narrow} get-tuple-element(%s), index=1
+  %other = {narrow} add(%part, %part)
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  ROOT %out = (s32[], {narrow}) tuple(%next, {carried})
+}}
+
+%condition (c: (s32[], {narrow})) -> pred[] {{
+  %c = (s32[], {narrow}) parameter(0)
+  %at = s32[] get-tuple-element(%c), index=0
+  %end = s32[] constant(3)
+  ROOT %goes_on = pred[] compare(%at, %end), direction=LT
+}}
+
+ENTRY %main (x: f32[8,24]) -> f32[8,24] {{
+  %x = {wide} parameter(0)
+  %narrow = {narrow} bitcast(%x)
+  %zero = s32[] constant(0)
+  %start = (s32[], {narrow}) tuple(%zero, %narrow)
+  %loop = (s32[], {narrow}) while(%start), condition=%condition, body=%body
+  %after = {narrow} get-tuple-element(%loop), index=1
+  ROOT %whole = {wide} bitcast(%after)
+}}
+"""
+
+
+def test_a_part_in_the_bytes_of_a_whole_is_the_whole_again():
+    """A slice of a recurrent kernel is a bitcast; after the loop another has all of it."""
+    x = np.arange(8 * 24, dtype="float32").reshape(8, 24)
+    np.testing.assert_array_equal(ran(narrowed(), [[x]])[0][0], x)
+    with pytest.raises(CannotRun, match="it does not have the bytes of its operand"):
+        runnable(parse(narrowed("%other")), 1)
+
+
 def test_packed_truth_values_are_words():
     text = program(
         ["pred[13]{0:T(512)(128)(4,1)}"],

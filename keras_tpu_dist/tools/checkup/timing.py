@@ -17,7 +17,7 @@ from keras_tpu_dist.tools.checkup.bench import Bench, Job
 from keras_tpu_dist.tools.checkup.calibrated import FACTORS, calibration_of
 from keras_tpu_dist.tools.checkup.prepared import Prepared, prepared, why_not
 from keras_tpu_dist.tools.checkup.report import FAST, CheckPart
-from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps, compare, read_profile
+from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps, read_profile
 from keras_tpu_dist.tools.dryrun.report import DryRun
 from keras_tpu_dist.tools.dryrun.run import dry_run
 from keras_tpu_dist.training.profiles import Trace
@@ -168,7 +168,7 @@ def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str
         return f"by layer: no profile could be read{f', {timed.why}' if timed.why else ''}"
     estimated: dict[str, tuple[float, float] | None] = {}
     if run is not None and profile is not None:
-        beside = compare(run, profile)
+        beside = run.compare(profile)
         estimated = {each.name: each.estimated for each in (*beside.layers, *beside.collectives)}
     figures["by layer"] = [
         {"name": name, "measured": seconds, "estimated": estimated.get(name)}

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -19,13 +19,12 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
+from keras_tpu_dist.tools.dryrun.figures import Estimate
+from keras_tpu_dist.tools.hlo import ProgramCost
 from keras_tpu_dist.tools.hlo.collectives import KINDS, find
 from keras_tpu_dist.tools.hlo.layers import OTHER, Attribution
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, parse
 from keras_tpu_dist.training.profiles import MANIFEST
-
-if TYPE_CHECKING:
-    from keras_tpu_dist.tools.dryrun.report import DryRun
 
 _MOST_MANIFEST_BYTES = 16 * 2**20
 # The planes and lines of a trace, as XProf documents them: github.com/openxla/xprof, docs/.
@@ -323,30 +322,42 @@ def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:
     return _added([_Traced(folder) for folder in folders])
 
 
-def compare(run: "DryRun", profile: Any) -> Comparison:
+def compare(
+    profile: Any,
+    cost: ProgramCost | None,
+    estimate: Estimate | None,
+    compiled_for: str,
+    effort: str,
+    calibration: str,
+) -> Comparison:
     """Compares a profile with a dry run. See `DryRun.compare`.
 
     Args:
-        run: The dry run.
         profile: A `MeasuredSteps`, the callback, or its directory.
+        cost: The dry run's cost.
+        estimate: Its estimate, or `None`.
+        compiled_for: Its slice, or `"CPU"`.
+        effort: Its effort.
+        calibration: Its calibration, or `""`.
     """
     measured = profile if isinstance(profile, MeasuredSteps) else read_profile(profile)
     return Comparison(
         profile=measured,
-        compiled_for=run.compiled_for,
-        effort=run.effort,
-        step_range=run.step_range,
-        layers=tuple(_layers_beside(run, measured)),
-        collectives=tuple(_collectives_beside(run, measured)),
-        calibration=run.calibration,
+        compiled_for=compiled_for,
+        effort=effort,
+        step_range=None if estimate is None else estimate.span,
+        layers=tuple(_layers_beside(cost, estimate, measured)),
+        collectives=tuple(_collectives_beside(cost, estimate, measured)),
+        calibration=calibration,
     )
 
 
-def _layers_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
-    cost = run.cost
+def _layers_beside(
+    cost: ProgramCost | None, estimate: Estimate | None, measured: MeasuredSteps
+) -> Iterator[Beside]:
     costs = {} if cost is None else {c.layer: c for c in cost.layers}
     cycles = sum(c.cycles for c in costs.values())
-    kernels = (0.0, 0.0) if run.estimate is None else run.estimate.kernels_span
+    kernels = (0.0, 0.0) if estimate is None else estimate.kernels_span
     flops = sum(c.flops for c in costs.values()) or 1
     found = dict(measured.layers)
     for name in [
@@ -355,7 +366,7 @@ def _layers_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
     ]:
         cost_of = costs.get(name)
         estimated, operations = None, 0.0
-        if run.estimate is not None and cycles:
+        if estimate is not None and cycles:
             part = cost_of.cycles / cycles if cost_of else 0.0
             estimated = kernels[0] * part, kernels[1] * part
         if cost_of is not None:
@@ -363,16 +374,18 @@ def _layers_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
         yield Beside(name, found.get(name, 0.0), estimated, operations)
 
 
-def _collectives_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
+def _collectives_beside(
+    cost: ProgramCost | None, estimate: Estimate | None, measured: MeasuredSteps
+) -> Iterator[Beside]:
     estimated: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)
-    for c in () if run.cost is None else run.cost.collectives:
+    for c in () if cost is None else cost.collectives:
         estimated[c.kind] += c.total_seconds
         moved[c.kind] += c.bytes * c.times
     found, everything = dict(measured.collectives), sum(moved.values()) or 1
     for kind in [*found, *(k for k in moved if k not in found)]:
         seconds = estimated.get(kind, 0.0)
-        span = None if run.estimate is None else (seconds, seconds)
+        span = None if estimate is None else (seconds, seconds)
         yield Beside(kind, found.get(kind, 0.0), span, moved.get(kind, 0.0) / everything)
 
 

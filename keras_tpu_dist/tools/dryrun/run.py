@@ -25,11 +25,11 @@ from keras_tpu_dist.tools.dryrun.compile import (
     has_libtpu,
     larger_twin,
 )
+from keras_tpu_dist.tools.dryrun.figures import Estimate, estimate
 from keras_tpu_dist.tools.dryrun.inputs import check_asked, given_inputs
 from keras_tpu_dist.tools.dryrun.largest import find_largest
 from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
-from keras_tpu_dist.tools.dryrun.report import Estimate, estimate
 from keras_tpu_dist.tools.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
 from keras_tpu_dist.tools.hlo.layers import Attribution
 from keras_tpu_dist.training.protocol import Strategy

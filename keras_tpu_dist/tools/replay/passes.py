@@ -129,6 +129,8 @@ def _partitioned(dump: _Dump) -> bool:
     """Whether the program is that of one device."""
     if not _PARTITIONER.search(dump.after):
         return False
+    if "spmd-partitioning" in dump.after:
+        return True  # its arguments may still have shardings
     head = dump.path.read_text(errors="replace")
     return "sharding={" not in head.split("ENTRY", 1)[-1] or "partition-id" in head
 

@@ -209,6 +209,10 @@ def _order(shape: Shape) -> list[int]:
     return [int(d) for d in fastest_first.split(",")][::-1]
 
 
+def _index(element: Instruction) -> int:
+    return int(element.attribute("index") or 0)
+
+
 def _zero(dtype: str) -> str:
     return "false" if dtype == "pred" else "0"
 
@@ -567,6 +571,12 @@ class _Rewriter:
         """
         (result,), (operand,) = instruction.shapes, computation.operands(instruction)
         (source,), name = operand.shapes, instruction.name
+        if _bits(result) == _bits(source) and result.size > source.size:
+            whole = self._before_narrowed(computation, operand, result)
+            if whole is None:
+                raise cannot_run(instruction, "it does not have the bytes of its operand")
+            yield f"%{name} = {_array(result)} copy(%{whole.name})"
+            return
         was, now = _order(source), _order(result)
         steps = _Steps(name, source.dtype, f"%{operand.name}")
         flat = [source.dims[d] for d in was]
@@ -593,6 +603,39 @@ class _Rewriter:
         yield from steps.lines
         back = np.argsort(np.array(now, int))
         yield f"%{name} = {_array(result)} transpose({steps.last}), dimensions={{{_listed(back)}}}"
+
+    def _before_narrowed(
+        self, computation: Computation, narrow: Instruction, wanted: Shape
+    ) -> Instruction | None:
+        """The array that a bitcast made smaller, within a tile: its memory still has the rest.
+
+        Behind the loops that only read it, another bitcast has the whole again.
+        """
+        found: Instruction | None = narrow
+        while found is not None:
+            operands = computation.operands(found)
+            if found.opcode == "bitcast":
+                found = operands[0]
+                if found.shapes == (wanted,) and found.shapes[0].layout == wanted.layout:
+                    return found
+            elif found.opcode == "get-tuple-element":
+                found = self._element(computation, operands[0], _index(found))
+            else:
+                return None
+        return None
+
+    def _element(self, computation: Computation, of: Instruction, index: int) -> Instruction | None:
+        """An element of a tuple, also of one that a loop passes on unchanged."""
+        if of.opcode == "while":
+            body = self.program.computations[of.called_by("body") or ""]
+            last = body.root and body.operands(body.root)[index]
+            if last is None or last.opcode != "get-tuple-element":
+                return None
+            (carried,) = body.operands(last)
+            if carried.opcode != "parameter" or _index(last) != index:
+                return None
+            (of,) = computation.operands(of)
+        return computation.operands(of)[index] if of.opcode == "tuple" else None
 
     def _collective_attributes(self, instruction: Instruction) -> str:
         """Who takes part, written out, and what else a collective is given."""

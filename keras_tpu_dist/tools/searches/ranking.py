@@ -31,7 +31,7 @@ from keras_tpu_dist.show.text import (
     wrapped,
 )
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.report import BOUNDS, EFFORTS, Estimate
+from keras_tpu_dist.tools.dryrun.figures import BOUNDS, EFFORTS, Estimate
 from keras_tpu_dist.tools.dryrun.run import DryRun
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.tools.searches.forecast import Forecast

@@ -1,0 +1,191 @@
+"""Figures of a compiled step: the estimate of its time, and its collectives in groups."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keras_tpu_dist.hardware.calibration import Calibration
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.show.text import duration_text, span_text
+from keras_tpu_dist.tools.hlo import ProgramCost
+
+# Beyond this factor, arithmetic or memory traffic do not explain the compiler's cycles.
+_KERNEL_FACTOR = 3.0
+# The cycles of effort "quick" are so many times those of "exact", at least and at most. For the
+# measured factors (1.9 to 2.7, and 3.4 in one search) run `python benchmarks/dry_run.py --fit`.
+_QUICK_OVER = (1.5, 3.5)
+# What bounds a step, in words.
+BOUNDS = {
+    "compute": "multiplying at the chip's peak takes longest",
+    "HBM": "reading and writing the chip's memory takes longest",
+    "links": "what chips send to each other takes longest",
+    "kernels": "many small operations: their cycles are over 3 times what arithmetic and memory "
+    "explain",
+}
+# What efforts mean for the times.
+EFFORTS = {
+    "quick": "the compiler tried less hard than for training, which makes its cycles come out too "
+    "high: times are ranges, in which those of effort exact were found",
+    "exact": "the compiler tried as hard as for training",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long one step takes on one device, in seconds.
+
+    Args:
+        compute: Matrix operations at the chip's peak.
+        hbm: HBM traffic at full bandwidth.
+        link: Collectives at full link speed.
+        kernels: The sum of the compiler's cycle estimates, at the chip's clock; the compiler does
+            not estimate hand-written kernels, which count at their roofline.
+        exposed_link: The part of `link` that the compiler does not overlap.
+        dcn: The part of `link` between slices.
+        step: The estimate: kernels and exposed collectives one after the other, and never less than
+            any of `compute`, `hbm`, `link`.
+        low: The lower end of the range; see `Estimate.span`.
+        high: The upper end.
+        kernels_low: The lower end of the range of `kernels`; see `Estimate.kernels_span`.
+        kernels_high: The upper end.
+        bound: What takes most of the step: `"compute"`, `"HBM"`, `"links"`, or `"kernels"` if the
+            compiler's cycles are far more than arithmetic and traffic explain, as in loops over
+            many small steps.
+
+    `step` is the sum for the compiled program. For effort "quick" that is known to be too high, so
+    reports show the range from `low` to `high`. Results of effort "exact" were found in this range
+    (`python benchmarks/dry_run.py --fit`). For "exact" both are `step`. With a calibration, they
+    are `step` times the measured factors.
+    """
+
+    compute: float
+    hbm: float
+    link: float
+    kernels: float
+    exposed_link: float
+    step: float
+    bound: str
+    dcn: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    kernels_low: float = 0.0
+    kernels_high: float = 0.0
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From `low` to `high`; `step` twice if no range is known."""
+        return (self.low, self.high) if self.high else (self.step, self.step)
+
+    @property
+    def span_words(self) -> str:
+        """`span` in words."""
+        return span_text(*self.span, duration_text)
+
+    @property
+    def kernels_span(self) -> tuple[float, float]:
+        """The range of `kernels`; itself twice where none is known."""
+        low, high = self.kernels_low, self.kernels_high
+        return (low, high) if high else (self.kernels, self.kernels)
+
+
+def estimate(
+    cost: ProgramCost,
+    topology: Topology,
+    effort: str = "exact",
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Estimates a step's time from a compiled program's cost.
+
+    Args:
+        cost: The program's cost on one device in one step.
+        topology: The slice, for its peak rates, HBM bandwidth and clock.
+        effort: `"quick"` or `"exact"`: how hard the compiler tried.
+        calibration: The measurements; `topology` already has their rates.
+
+    References:
+        - Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
+          multicore architectures", CACM 52(4), 2009
+    """
+    compute = sum(flops / topology.peak_flops(rate) for rate, flops in cost.flops_by_rate)
+    hbm = cost.hbm_bytes / topology.hbm_bandwidth
+    link = cost.link_seconds
+    # the compiler estimates no cycles for hand-written kernels: they count at their roofline
+    by_hand = max(
+        cost.kernel_flops / topology.peak_flops(), cost.kernel_bytes / topology.hbm_bandwidth
+    )
+    kernels = cost.cycles / topology.chip.clock + by_hand
+    exposed = cost.exposed_link_seconds
+    bounds = {"compute": compute, "HBM": hbm, "links": link}
+    bound = max(bounds, key=bounds.__getitem__)
+    if kernels > _KERNEL_FACTOR * max(bounds.values()):
+        bound = "kernels"
+    step = max(kernels + exposed, *bounds.values())
+    dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
+    factor = None if calibration is None else calibration.factor(effort)
+    least = most = kernels
+    if effort == "quick":
+        least, most = ((kernels - by_hand) / share + by_hand for share in reversed(_QUICK_OVER))
+    if factor is not None:
+        low, high = (step * end for end in factor)
+    elif effort == "quick":
+        # An "exact" program has less traffic, so the traffic of this one is no lower bound; and it
+        # may overlap collectives.
+        low = max(least, compute, link)
+        high = max(most + exposed, *bounds.values())
+    else:
+        low = high = step
+    return Estimate(
+        compute,
+        hbm,
+        link,
+        kernels,
+        exposed,
+        step,
+        bound,
+        dcn,
+        low=low,
+        high=high,
+        kernels_low=least,
+        kernels_high=most,
+    )
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Collectives with the same kind, axes, network, overlap and layer.
+
+    Args:
+        kind: `"all-reduce"` and so on.
+        axes: The mesh axes that they cross.
+        network: `"ICI"` or `"DCN"`.
+        overlapped: Whether the compiler overlaps them with other work.
+        layer: The Keras layer they come from.
+        bytes: Bytes of their arrays in one step.
+        times: How often they run in one step; see `Collective`.
+        seconds: Their time in one step at the links' full speed.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    network: str
+    overlapped: bool
+    layer: str
+    bytes: float
+    times: float
+    seconds: float
+
+
+def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
+    """A program's collectives in groups, the longest first.
+
+    Args:
+        cost: The cost of the program.
+    """
+    grouped: dict[tuple, list] = {}
+    for c in cost.collectives:
+        key = (c.kind, c.axes, c.network, c.asynchronous, c.layer)
+        total = grouped.setdefault(key, [0, 0, 0.0])
+        total[0] += c.bytes * c.times
+        total[1] += c.times
+        total[2] += c.total_seconds
+    for key, total in sorted(grouped.items(), key=lambda item: (-item[1][2], -item[1][0])):
+        yield CollectiveGroup(*key, *total)

@@ -1,0 +1,305 @@
+"""The page of a dry run: memory by kind, times, layers, collectives over the torus."""
+
+import html
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from keras_tpu_dist.hardware.torus import Torus
+from keras_tpu_dist.show.colours import (
+    BACKWARD,
+    FAINT,
+    FORWARD,
+    MEMORY,
+    NONE,
+    colours_left_out,
+)
+from keras_tpu_dist.show.page import TableCell, bar, definitions, document, legend, sortable
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text
+from keras_tpu_dist.show.torus import shown_sides, torus_svg
+from keras_tpu_dist.tools.dryrun.figures import BOUNDS, EFFORTS, CollectiveGroup, exchanges
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.tools.dryrun.report import DryRun
+
+_ESTIMATE = "computed from the compiled program by the compiler's cycles, not measured"
+_WORDS_OF_TILES = (
+    ("matrix units busy", "the time of the matrix products at the chip's peak, over the step"),
+    (
+        "model FLOPs utilisation",
+        "the operations of the model's formula, over what all chips could do in the step",
+    ),
+)
+_WORDS_OF_TIMES = (
+    ("at peak, at full speed", "as fast as the chip's specification says"),
+    ("not overlapped", "collectives for which the chips wait, as nothing else runs meanwhile"),
+    ("compiler's cycles", "what the compiler says that each kernel takes, one after the other"),
+)
+# The class in the page's style, and the words.
+VERDICTS = {
+    True: ("good", "fits"),
+    False: ("bad", "does NOT fit"),
+    None: ("muted", "memory limit unknown"),
+}
+
+
+def page_of(run: "DryRun") -> str:
+    """The page of a dry run.
+
+    Args:
+        run: The dry run.
+    """
+    return document(run._subject(), [*_head(run), *_sections(run)])
+
+
+def kinds_of_memory(run: "DryRun") -> list[tuple[str, int]]:
+    """The contents of one device's HBM, in bytes by kind.
+
+    Args:
+        run: The dry run. If it does not fit, the kinds are those on the slice that it was sized on,
+            or of the state alone.
+    """
+    s, m = run.state, run.memory
+    kinds = [("weights", s.weights), ("optimizer", s.optimizer), ("batch", s.inputs)]
+    if m:
+        rest = m["arguments"] - sum(size for _, size in kinds)
+        kinds += [
+            ("other state, padding", max(0, rest)),
+            ("temporaries and activations", m["temporaries"]),
+            ("new state and outputs", max(0, m["outputs"] - m["aliased"])),
+            ("program", m["code"]),
+        ]
+    return [(name, size) for name, size in kinds if size]
+
+
+def memory_bars(run: "DryRun") -> Iterator[str]:
+    """A bar with all kinds of memory against the HBM, and the meaning of its colours.
+
+    Args:
+        run: The dry run.
+    """
+    kinds = kinds_of_memory(run)
+    whole = max(sum(size for _, size in kinds), run.total_bytes, run.limit_bytes or 0, 1)
+    parts = [(size / whole, MEMORY[name], f"{name}: {size_text(size)}") for name, size in kinds]
+    missing = run.total_bytes - sum(size for _, size in kinds)
+    if missing > 0:
+        parts.append((missing / whole, NONE, f"of no known kind: {size_text(missing)}"))
+    limit = run.limit_bytes
+    yield bar(parts, None if limit is None else limit / whole)
+    words = [(colour, text) for _, colour, text in parts]
+    yield legend(words)
+    against = f" of {size_text(limit)} (the line)" if limit is not None else ""
+    where = f"; by kind as on {run.sized_on}" if run.sized_on else ""
+    yield f"<p>{html.escape(f'{size_text(run.total_bytes)}{against} on each device{where}')}</p>"
+
+
+def _head(run: "DryRun") -> Iterator[str]:
+    verdict, words = VERDICTS[run.fits]
+    yield f'<h1>{html.escape(run._subject())}: <span class="{verdict}">{words}</span></h1>'
+    if run.error:
+        yield f'<p class="bad">the compiler says: {html.escape(run.error)}</p>'
+    limit = f" of {size_text(run.limit_bytes)}" if run.limit_bytes is not None else ""
+    tiles = [("HBM on each device", f"{size_text(run.total_bytes)}{limit}")]
+    if run.estimate is not None:
+        e = run.estimate
+        tiles += [
+            (f"{run._of}, estimate of effort {run.effort}", e.span_words),
+            ("bound by", e.bound),
+            *run._rates(),
+        ]
+    inner = "".join(f"<div><b>{html.escape(b)}</b>{html.escape(a)}</div>" for a, b in tiles)
+    yield f'<div class="tiles">{inner}</div>'
+    yield _explained(run, (name for name, _ in tiles))
+
+
+def _sections(run: "DryRun") -> Iterator[str]:
+    yield "<h2>Memory on each device</h2>"
+    yield from memory_bars(run)
+    yield from _kinds(run)
+    if run.estimate is not None:
+        yield f"<h2>Time of a {run._of}</h2>"
+        yield from _times(run)
+    if run.cost is not None:
+        yield f"<h2>Layers by {'cycles' if run.cost.cycles else 'operations'}</h2>"
+        yield from _layers(run)
+        yield "<h2>Collectives</h2>"
+        yield from _collectives(run)
+    for title, header, rows in run._tables():
+        if title.startswith(("largest", "gathered")) or title.endswith("hosts"):
+            yield f"<h2>{html.escape(title[:1].upper() + title[1:])}</h2>{html_table(header, rows)}"
+    yield from ["<h2>Notes</h2>", *remarks(run)] if run._remarks() else []
+
+
+def _kinds(run: "DryRun") -> Iterator[str]:
+    kinds = kinds_of_memory(run)
+    largest = max((size for _, size in kinds), default=1)
+    limit = run.limit_bytes
+    rows = [
+        (
+            name,
+            TableCell(size_text(size), size),
+            TableCell(f"{size / limit:.2%}", size) if limit else "-",
+            TableCell("", size, bar([(size / largest, MEMORY[name], size_text(size))])),
+        )
+        for name, size in kinds
+    ]
+    yield sortable(("kind", "bytes", "of the HBM", "against the largest"), rows)
+
+
+def _times(run: "DryRun") -> Iterator[str]:
+    e = run.estimate
+    if e is None:
+        return
+    one = [
+        ("matrix operations at peak", e.compute),
+        ("HBM traffic at full speed", e.hbm),
+        ("collectives at full speed", e.link),
+        ("of them not overlapped", e.exposed_link),
+        ("of them between slices", e.dcn),
+    ]
+    times = [(name, s, s) for name, s in one if s or name != "of them between slices"]
+    times.append(("compiler's cycles at the clock", *e.kernels_span))
+    times.append((f"{run._of}, estimate of effort {run.effort}", *e.span))
+    longest = max(high for _, _, high in times) or 1.0
+    rows = [
+        (
+            name,
+            TableCell(span_text(low, high, duration_text), high),
+            TableCell("", high, bar(_range_bar(name, low / longest, high / longest))),
+        )
+        for name, low, high in times
+    ]
+    yield sortable(("what", "time", "against the longest"), rows)
+    yield definitions(_WORDS_OF_TIMES)
+
+
+def _range_bar(name: str, low: float, high: float) -> list[tuple[float, str, str]]:
+    """A bar up to the least, and lighter from there to the most."""
+    rest = [(high - low, FAINT, f"{name}, at most")] if high > low else []
+    return [(low, NONE, f"{name}, at least" if rest else name), *rest]
+
+
+def _explained(run: "DryRun", tiles: Iterable[str]) -> str:
+    """What the words of the tiles mean."""
+    e, shown = run.estimate, set(tiles)
+    if e is None:
+        return ""
+    words = [
+        (f"effort {run.effort}", EFFORTS[run.effort]),
+        ("estimate", _ESTIMATE),
+        (f"bound by {e.bound}", BOUNDS[e.bound]),
+        *((word, meaning) for word, meaning in _WORDS_OF_TILES if word in shown),
+    ]
+    if run.calibration:
+        words.append(("calibration", f"rates and factors that were measured: {run.calibration}"))
+    return definitions(words)
+
+
+def _layers(run: "DryRun") -> Iterator[str]:
+    cost = run.cost
+    if cost is None:
+        return
+    amounts = [c.cycles if cost.cycles else c.flops for c in cost.layers]
+    largest = max([*amounts, 1])
+    if cost.cycles:
+        yield legend([(FORWARD, "forward and update"), (BACKWARD, "backward")])
+    rows = []
+    for c, amount in zip(cost.layers, amounts):
+        back = c.backward_cycles if cost.cycles else 0
+        parts = [
+            ((amount - back) / largest, FORWARD, f"{amount - back:,}"),
+            (back / largest, BACKWARD, f"backward {back:,}"),
+        ]
+        rows.append(
+            (
+                c.layer,
+                TableCell("", amount, bar(parts)),
+                TableCell(f"{c.cycles:,}" if cost.cycles else "-", c.cycles),
+                TableCell(f"{back / c.cycles:.0%}" if c.cycles else "-", back / max(1, c.cycles)),
+                TableCell(f"{c.flops / 1e9:,.3f}", c.flops),
+                TableCell(size_text(c.hbm_bytes), c.hbm_bytes),
+                TableCell(duration_text(c.link_seconds) if c.link_seconds else "-", c.link_seconds),
+            )
+        )
+    header = ("layer", "share", "cycles", "backward", "GFLOP", "HBM traffic", "collectives")
+    yield sortable(header, rows)
+
+
+def _collectives(run: "DryRun") -> Iterator[str]:
+    found = [] if run.cost is None else list(exchanges(run.cost))
+    if not found:
+        yield "<p>none: no device waits for another</p>"
+        return
+    if run.torus is not None:
+        yield from _panels(run, run.torus, found)
+    rows = [
+        (
+            e.kind,
+            ", ".join(e.axes) or "-",
+            e.network,
+            TableCell(size_text(e.bytes), e.bytes),
+            TableCell(f"{e.times:g}", e.times),
+            TableCell(duration_text(e.seconds) if e.seconds else "-", e.seconds),
+            "yes" if e.overlapped else "no",
+            e.layer,
+        )
+        for e in found
+    ]
+    header = ("collective", "axes", "network", "bytes", "per step", "time", "overlapped", "layer")
+    yield sortable(header, rows)
+
+
+def _panels(run: "DryRun", torus: Torus, found: list[CollectiveGroup]) -> Iterator[str]:
+    """One drawing of the torus for each set of axes that collectives cross."""
+    by_axes: dict[tuple[str, ...], list[CollectiveGroup]] = {}
+    for each in found:
+        if each.axes:
+            by_axes.setdefault(each.axes, []).append(each)
+    if not by_axes:
+        return
+    yield (
+        '<p class="muted">Chips of one colour exchange with each other over links of that colour; '
+        "thick grey ones lead past other chips, dashed ends close a ring. Rest the mouse on a chip "
+        "to see its group.</p>"
+    )
+    most = max(sum(e.bytes for e in group) for group in by_axes.values())
+    figures = []
+    for axes, group in by_axes.items():
+        svg = torus_svg(torus, run.mesh, axes, sum(e.bytes for e in group) / max(1, most))
+        figures.append(f"<figure>{_caption(run, torus, axes, group)}{svg}</figure>")
+    yield f'<div class="panels">{"".join(figures)}</div>'
+
+
+def _caption(
+    run: "DryRun", torus: Torus, axes: tuple[str, ...], group: list[CollectiveGroup]
+) -> str:
+    size = dict(run.mesh)
+    names = " x ".join(f"{a} {size.get(a, '')}".strip() for a in axes)
+    kinds: dict[tuple[str, str], list] = {}
+    for e in group:
+        total = kinds.setdefault((e.kind, e.network), [0, 0, 0.0])
+        total[0] += e.times
+        total[1] += e.bytes
+        total[2] += e.seconds
+    lines = [
+        f"{times:g} {kind} over {network}, {size_text(moved)} per step"
+        + (f", {duration_text(seconds)} at full speed" if seconds else "")
+        for (kind, network), (times, moved, seconds) in kinds.items()
+    ]
+    shown = shown_sides(torus.sides)
+    if shown != torus.sides:
+        part, whole = ("x".join(map(str, sides)) for sides in (shown, torus.sides))
+        lines.append(f"drawn: {part} of {whole} chips")
+    if torus.slices > 1:
+        lines.append(f"drawn: one of {torus.slices} slices")
+    lines += filter(None, [colours_left_out(len(torus.groups(run.mesh, axes)), "groups")])
+    inner = "".join(f"<br>{html.escape(line)}" for line in lines)
+    return f"<figcaption><b>axis {html.escape(names)}</b>{inner}</figcaption>"
+
+
+def remarks(run: "DryRun") -> list[str]:
+    """The remarks of a dry run, as paragraphs.
+
+    Args:
+        run: The dry run.
+    """
+    return [f"<p>{html.escape(remark)}</p>" for remark in run._remarks()]
