@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import operator
 import signal
 import threading
 import time
@@ -33,7 +34,7 @@ _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
 # that took a tenth of a step of 40 ms.
 _MOST_VARIABLES_KEPT = 64
 
-# Copying the whole state takes as long as many steps.
+# Copying the whole state takes as long as many steps: an epoch of a few seconds needs none.
 _COPY_EVERY_S = 60.0
 
 
@@ -122,9 +123,8 @@ class StateGuard:
     before the failing step still exists, whatever failed. With a donated state, XLA overwrites the
     inputs, which saves memory. A failure before the launch (input, tracing, compilation) loses
     nothing in that case either. For a failure within the launch there is a copy in host memory,
-    made whenever the state is read from the model, at the start of every epoch. `train_on_batch`
-    reads it at every call, so its copy may be a minute old, unless something else has changed the
-    weights.
+    made when the state is read from the model: at the start of an epoch, or by `train_on_batch`. A
+    copy of less than a minute is used again, unless something else has changed the weights.
 
     Args:
         kept: How many launches may run with their input states kept; 0 donates.
@@ -135,7 +135,7 @@ class StateGuard:
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: HostCopy | None = None
-        # Whether `train_on_batch` runs, and the arrays that its last call left in the variables.
+        # Whether `train_on_batch` runs, and the arrays that training left in the variables.
         self.on_batch = False
         self._left: list[weakref.ref] = []
 
@@ -150,19 +150,22 @@ class StateGuard:
         Args:
             state: The training state, as a train step takes it.
         """
+        recent = self._has_recent_copy(state)
         self._flight.clear()
         self._newest = state
-        if self.donate and not self._has_recent_copy(state):
-            self._host_copy, self._left = HostCopy(state), []
+        self._left = []
+        if self.donate and not recent:
+            self._host_copy = HostCopy(state)
 
     def _has_recent_copy(self, state: Any) -> bool:
-        """Whether `train_on_batch` continues from its own last state, and a copy is recent."""
-        if not self.on_batch or self._host_copy is None or self._host_copy.age_s > _COPY_EVERY_S:
+        """Whether training continues from the state that it left, and a copy is recent."""
+        if self._host_copy is None or self._host_copy.age_s > _COPY_EVERY_S:
             return False
+        left = [leaf() for leaf in self._left]
+        if not left and self._newest is not None:
+            left = _trained(self._newest)
         trained = _trained(state)
-        return len(trained) == len(self._left) and all(
-            left() is leaf for left, leaf in zip(self._left, trained, strict=True)
-        )
+        return len(trained) == len(left) and all(map(operator.is_, left, trained))
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure.
@@ -197,13 +200,11 @@ class StateGuard:
             if state is not None and _is_whole(state):
                 return state
         if self._host_copy is not None:
-            age_s = self._host_copy.age_s
-            of = f"{age_s:.0f} seconds ago" if self.on_batch else "the start of the epoch"
             logger.error(
                 "the launch that failed had already consumed the donated training state: the "
-                "model gets back the state of %s; "
+                "model gets back the state of %.0f seconds ago; "
                 "TPUStrategy(donate_state=False) keeps the state before every step",
-                of,
+                self._host_copy.age_s,
             )
             return self._host_copy.on_devices()
         return None
@@ -215,10 +216,12 @@ class StateGuard:
             end_of_fit: Whether a fit has ended; any other call may run within one.
         """
         self._flight.clear()
-        if self.on_batch and self._newest is not None and self._host_copy is not None:
-            self._left = [weakref.ref(leaf) for leaf in _trained(self._newest)]
-        elif end_of_fit or not self._left:
+        if end_of_fit and not self.on_batch:
             self._host_copy, self._left = None, []
+        elif self._newest is not None and self._host_copy is not None:
+            self._left = [weakref.ref(leaf) for leaf in _trained(self._newest)]
+        elif not self._left:
+            self._host_copy = None
         self._newest, self.on_batch = None, False
 
 

@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_close, built, data, in_launches, mlp
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.membership import fit_in_training, of_model
 
 X, Y = data(40)
@@ -214,13 +215,19 @@ def test_a_launch_that_dies_after_it_began_gives_back_the_state_before_it(monkey
     _still_trains(model)
 
 
-def test_a_launch_that_consumed_its_state_gives_back_the_start_of_the_epoch(monkeypatch, caplog):
+@pytest.mark.parametrize("every_s", [0.0, 60.0])
+def test_a_launch_that_consumed_its_state_gives_back_the_start_of_an_epoch(
+    every_s, monkeypatch, caplog
+):
+    """Of this one, or, for at most a minute, of one before."""
     Sabotage(monkeypatch, at_step=8)
+    monkeypatch.setattr(guard, "_COPY_EVERY_S", every_s)
     model = built(mlp, _strategy(donate_state=True))
+    before = model.get_weights()
     with pytest.raises(RuntimeError, match="the launch died"):
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    assert_close(model.get_weights(), _weights_after(5))
-    assert "state of the start of the epoch" in caplog.text
+    assert_close(model.get_weights(), before if every_s else _weights_after(5))
+    assert "state of 0 seconds ago" in caplog.text
     assert "donate_state=False" in caplog.text
     _still_trains(model)
 
@@ -250,9 +257,23 @@ def test_evaluation_and_prediction_leave_weights_where_they_are(steps):
     assert model.evaluate(x, y, batch_size=8, verbose=0) == first
 
 
-def test_train_on_batch_copies_a_donated_state_once_a_minute(monkeypatch, caplog):
-    from keras_tpu_dist.training import guard
+def test_short_epochs_share_a_copy_unless_weights_were_assigned(monkeypatch):
+    copies = []
+    stock = guard.HostCopy
+    monkeypatch.setattr(guard, "HostCopy", lambda state: copies.append(1) or stock(state))
+    model = built(mlp, _strategy(donate_state=True))
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0, validation_data=(X, Y))
+    assert len(copies) == 1
 
+    def halved(epoch, logs=None):
+        model.set_weights([w / 2 for w in model.get_weights()])
+
+    assigns = keras.callbacks.LambdaCallback(on_epoch_begin=halved)
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[assigns])
+    assert len(copies) == 4
+
+
+def test_train_on_batch_copies_a_donated_state_once_a_minute(monkeypatch, caplog):
     copies = []
 
     class Copy(guard.HostCopy):
@@ -263,7 +284,6 @@ def test_train_on_batch_copies_a_donated_state_once_a_minute(monkeypatch, caplog
     monkeypatch.setattr(guard, "HostCopy", Copy)
     model = built(mlp, _strategy(donate_state=True))
     model.train_on_batch(X[:8], Y[:8])
-    copies.clear()
     for _ in range(4):
         model.train_on_batch(X[:8], Y[:8])
         model.reset_metrics()
