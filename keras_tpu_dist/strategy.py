@@ -84,11 +84,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         prefetch: How many batches to transfer to the devices ahead of the running step. Defaults to
             2, and to 0 on CPU, because transfers and steps share the cores there.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory for
-            the state; if a launch fails, you get the weights from the start of the epoch, or from at most a minute
-            before it. `False`
-            keeps a copy of the state before every step. `"auto"` keeps a copy if two states fit in
-            10 % of the device's memory (8 MiB if that is unknown) and there are at most 64
-            variables.
+            the state; if a launch fails, you get the weights from the start of the epoch, or from
+            at most a minute before it. `False` keeps a copy of the state before every step.
+            `"auto"` keeps a copy if two states fit in 10 % of the device's memory (8 MiB if that is
+            unknown) and there are at most 64 variables.
         shard_optimizer: Whether to split the optimizer's slots over the data axes too (ZeRO-1). The
             weights stay as `layout` splits them.
         remat: Which activations to recompute in the backward pass: a policy of `ktd.remat` for the
