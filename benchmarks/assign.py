@@ -15,7 +15,7 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 # isort: split
 import keras
 
-from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.build import Subject, lower
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 from keras_tpu_dist.tools.hlo.parse import parse
 
@@ -56,16 +56,9 @@ def main():
     given = arguments.parse_args()
     ktd.simulate(8)
     strategy = ktd.TPUStrategy(ktd.DeviceAssignment.build("v5e:2x4", computation_shape=(1, 2)))
-    nothing = {"x": None, "y": None, "sample_weight": None}
     for assigned in (False, True):
-        lowered = lower(
-            lambda assigned=assigned: build(given.width, assigned),
-            strategy,
-            **nothing,
-            batch_size=given.rows,
-            mode="train",
-            platform="tpu",
-        )
+        step = Subject(lambda assigned=assigned: build(given.width, assigned), strategy, given.rows)
+        lowered = lower(step)
         compiled = compile_lowered(lowered, effort="exact", timeout=600)
         if compiled.error:
             raise SystemExit(compiled.error)

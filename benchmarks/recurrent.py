@@ -209,7 +209,7 @@ def fit_case(case, dump):
     from tpu_schedule import read
 
     import keras_tpu_dist as ktd
-    from keras_tpu_dist.tools.dryrun.build import lower
+    from keras_tpu_dist.tools.dryrun.build import Subject, lower
     from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 
     package = keras.layers if case["kind"].startswith("stock") else ktd.layers
@@ -224,8 +224,7 @@ def fit_case(case, dump):
 
     options = "auto" if chip == "v5e" else None  # the same for all that are compared
     strategy = ktd.TPUStrategy(topology=case["topology"], compiler_options=options)
-    inputs = {"x": None, "y": None, "sample_weight": None}
-    lowered = lower(build, strategy, **inputs, batch_size=batch, mode="train", platform="tpu")
+    lowered = lower(Subject(build, strategy, batch))
     compiled = compile_lowered(lowered, effort="exact", timeout=3000)
     schedule = read(compiled.text, dump, chip)
     return {

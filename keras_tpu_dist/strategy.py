@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from keras_tpu_dist.layout.picture import Picture
     from keras_tpu_dist.tools.checkup.report import Check
     from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress
+    from keras_tpu_dist.tools.replay import Verification
 
 
 class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
@@ -875,6 +876,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         effort: str = "quick",
         timeout: float = 1800.0,
         calibration: Any = None,
+        verify: bool = False,
         progress: "Progress | None" = None,
     ) -> "DryRun":
         """Compiles one step of a model for this strategy's devices or for another slice.
@@ -894,6 +896,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             effort: `"quick"` or `"exact"`.
             timeout: Seconds after which a compilation is stopped.
             calibration: Measurements on such chips.
+            verify: Whether to run the program on simulated devices too.
             progress: Called with a line of text at every stage.
 
         Returns:
@@ -939,8 +942,15 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             effort=effort,
             timeout=timeout,
             calibration=calibration,
+            verify=verify,
             progress=progress,
         )
+
+    def _verified(self, model: Any, **asked: Any) -> "Verification":
+        """`keras_tpu_dist.verify`, for dry runs, which do not import what runs their programs."""
+        from keras_tpu_dist.tools.replay import verify
+
+        return verify(model, self, **asked)
 
     def check(
         self,

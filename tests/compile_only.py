@@ -1,4 +1,4 @@
-"""Compiles programs of `strategy.run` for slices that nobody has."""
+"""Programs for slices that nobody has."""
 
 import pickle
 
@@ -8,9 +8,17 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.replica.call import prepare
-from keras_tpu_dist.tools.dryrun.build import Lowered
+from keras_tpu_dist.tools.dryrun import build as dryrun
+from keras_tpu_dist.tools.dryrun.build import Lowered, Subject
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
+
+
+def lower(build, strategy, *, batch_size, mode="train", platform="tpu", **inputs):
+    """The lowered step of a model, as a dry run makes it."""
+    step = Subject(build, strategy, batch_size, Inputs(**inputs), mode)
+    return dryrun.lower(step, platform)
 
 
 def compiled_for_tpu(strategy, function, args, topology):
@@ -22,6 +30,7 @@ def compiled_for_tpu(strategy, function, args, topology):
     slice_ = ktd.Topology.parse(topology)
     # A dry run's lowered step, of which the compiling process wants no size.
     lowered = Lowered(
+        mode="train",
         program=pickle.dumps(_keras.without_vjp(exported)),
         donate=False,
         axes=tuple(strategy.mesh.shape.items()),

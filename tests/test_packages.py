@@ -97,7 +97,6 @@ PACKAGES["strategy"] = {*PACKAGES} - {
     "layers",
     "callbacks",
     "checkpoint",
-    "tools.replay",
 }
 PACKAGES["tools.searches"] = {
     *PACKAGES["tools.dryrun"],

@@ -133,3 +133,7 @@ class Strategy(Protocol):
         See `keras_tpu_dist.TPUStrategy.lint`.
         """
         ...
+
+    def _verified(self, model: Any, **asked: Any) -> Any:
+        """The `Verification` of a model; see `keras_tpu_dist.verify`."""
+        ...

@@ -93,13 +93,14 @@ def test_a_step_beside_its_estimates(monkeypatch):
     """As on a TPU whose dry runs are known: factors are of estimates with the measured rates."""
     asked = {}
 
-    def dry_run(model, strategy, *, effort, calibration, **options):
+    def run_once(step, how):
+        effort, calibration = how.effort, how.calibration
         asked[effort] = calibration
         run = made_run("v5e:2x4")
         seconds = estimate(run.cost, calibration.applied("v5e:2x4"), effort, calibration)
         return dataclasses.replace(run, estimate=seconds, effort=effort)
 
-    monkeypatch.setattr(timing, "dry_run", dry_run)
+    monkeypatch.setattr(timing, "run_once", run_once)
     monkeypatch.setattr(Bench, "chip", CHIPS["v5e"])
     strategy = ktd.TPUStrategy({"data": 8})
     with strategy.scope():

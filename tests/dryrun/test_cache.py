@@ -8,10 +8,10 @@ import pickle
 
 import keras
 import pytest
+from compile_only import lower
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.tools.dryrun.cache import Cache, key_of, without_source_lines
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 

@@ -12,6 +12,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from compile_only import lower
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -19,7 +20,6 @@ from keras_tpu_dist.show.progress import listening, stages
 from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
 from keras_tpu_dist.tools.dryrun import run as dryrun
 from keras_tpu_dist.tools.dryrun import worker as dryrun_worker
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.tools.dryrun.diff import diff
 from keras_tpu_dist.tools.dryrun.run import dry_run
 from keras_tpu_dist.tools.hlo import parse
@@ -89,7 +89,7 @@ def test_billions_of_parameters_take_no_memory():
     code = """
 import resource
 import keras_tpu_dist as ktd, keras
-from keras_tpu_dist.tools.dryrun.build import lower
+from keras_tpu_dist.tools.dryrun.build import Subject, lower
 def build():
     layers = [keras.layers.Dense(2**16, name=f"d{i}") for i in range(2)]
     model = keras.Sequential([keras.Input((2**16,)), *layers])
@@ -97,7 +97,7 @@ def build():
     return model
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 strategy = ktd.TPUStrategy({"data": 64, "model": 4}, topology="v5litepod-256")
-lowered = lower(build, strategy, batch_size=64)
+lowered = lower(Subject(build, strategy, 64))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(lowered.parameters, (after - before) // 1024)
 """
@@ -1043,7 +1043,8 @@ class _Compiler:
         self.template, self.fixed, self.per_row = template, fixed, per_row
         self.batches = []
 
-    def __call__(self, build, strategy, *, batch_size, **options):
+    def __call__(self, subject, how):
+        strategy, batch_size = subject.strategy, subject.batch_size
         self.batches.append(batch_size)
         total = int(self.fixed + self.per_row * (batch_size + 0.5))
         limit = strategy.topology.hbm_bytes
@@ -1094,7 +1095,7 @@ def test_nothing_fits(template, monkeypatch):
 def test_remat_reaches_the_layers(template, monkeypatch):
     seen = []
 
-    def run_once(build, strategy, *, batch_size, **options):
+    def run_once(subject, how):
         strategy.remat.choose(model)
         seen.extend(strategy.remat.of(layer) for layer in model.layers)
         return template(total_bytes=2**50, fits=False)
@@ -1109,8 +1110,8 @@ def test_remat_reaches_the_layers(template, monkeypatch):
 def test_candidates_are_ranked(template, monkeypatch, on_tpu):
     import dataclasses
 
-    def run_once(build, strategy, **options):
-        data = strategy.num_replicas_in_sync
+    def run_once(subject, how):
+        data = subject.strategy.num_replicas_in_sync
         step = dataclasses.replace(on_tpu.estimate, step=1.0 / data)
         return template(estimate=step, fits=data < 8, total_bytes=2**20)
 

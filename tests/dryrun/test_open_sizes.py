@@ -6,10 +6,10 @@ import jax
 import keras
 import numpy as np
 import pytest
+from compile_only import lower
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun import run as dryrun
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.tools.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.tools.shell.main import main
 
@@ -299,8 +299,8 @@ def test_search_and_largest_batch_say_the_same(call):
 def test_search_and_largest_batch_pass_the_length_on(monkeypatch):
     asked = []
 
-    def stop(build, strategy, **options):
-        asked.append(options["inputs"]["sequence_length"])
+    def stop(subject, how):
+        asked.append(subject.inputs.sequence_length)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(largest_batch_module, "run_once", stop)
@@ -323,9 +323,10 @@ def test_without_a_batch_size_the_largest_is_taken(monkeypatch):
     real = dryrun.run_once
     tried = []
 
-    def small(build, strategy, *, batch_size, **options):
+    def small(subject, how):
+        batch_size = subject.batch_size
         tried.append(batch_size)
-        run = real(build, strategy, batch_size=batch_size, **options)
+        run = real(subject, how)
         fits = batch_size <= 64
         return dryrun.replace(run, fits=fits, total_bytes=batch_size * 2**26)
 

@@ -7,12 +7,12 @@ import json
 import keras
 import numpy as np
 import pytest
+from compile_only import lower
 from helpers import assert_close, data, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.tools.dryrun import run as dryrun
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.training.options import Options
 
 

@@ -4,11 +4,11 @@ import importlib.util
 
 import keras
 import pytest
+from compile_only import lower
 from helpers import through_conditionals
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools import hlo
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 from keras_tpu_dist.tools.hlo.parse import parse
 
@@ -38,8 +38,7 @@ def compiled_for_tpu(build):
     assignment = ktd.DeviceAssignment.build("v5e:2x4", computation_shape=(1, 2))
     assert (assignment.num_replicas, assignment.num_cores_per_replica) == (4, 2)
     strategy = ktd.TPUStrategy(assignment)
-    nothing = {"x": None, "y": None, "sample_weight": None}
-    lowered = lower(build, strategy, **nothing, batch_size=16, mode="train", platform="tpu")
+    lowered = lower(build, strategy, batch_size=16)
     compiled = compile_lowered(lowered, effort="quick", timeout=400)
     assert compiled.error is None
     assert compiled.compiled_for == "v5e:2x4"
@@ -81,10 +80,7 @@ def towers(keep=lambda layer: layer):
 
 def lowered_towers(keep=lambda layer: layer):
     strategy = ktd.TPUStrategy({"data": 2, "model": 2}, topology="v5e:2x2")
-    nothing = {"x": None, "y": None, "sample_weight": None}
-    return lower(
-        lambda: towers(keep), strategy, **nothing, batch_size=4096, mode="train", platform="tpu"
-    )
+    return lower(lambda: towers(keep), strategy, batch_size=4096)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import keras
 import pytest
+from compile_only import lower
 from jax import lax
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.programs.products import Lookup, lookups_of, operations, products_of
-from keras_tpu_dist.tools.dryrun.build import described, lower
+from keras_tpu_dist.tools.dryrun.build import Subject, described
 
 L = keras.layers
 ROWS, TIME, WIDTH, VOCABULARY = 8, 32, 64, 100
@@ -76,7 +77,7 @@ def test_operations_are_those_of_the_formula(make, remat):
 
 def test_each_product_knows_its_weight():
     strategy = ktd.TPUStrategy()
-    with described(lambda: decoder()[0], strategy, {}, ROWS, "train", []) as (model, batch):
+    with described(Subject(lambda: decoder()[0], strategy, ROWS), []) as (model, batch):
         from keras_tpu_dist.training.flops import forward_pass
 
         forward, arguments = forward_pass(model, batch, training=True)

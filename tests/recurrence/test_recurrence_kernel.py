@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from compile_only import lower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -27,7 +28,6 @@ from test_recurrence import weights_for as weights_of_case
 import keras_tpu_dist as ktd
 from keras_tpu_dist import recurrence as rec
 from keras_tpu_dist.layers.recurrent import FastRecurrence
-from keras_tpu_dist.tools.dryrun.build import lower
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 from keras_tpu_dist.tools.hlo.kernels import is_kernel
 from keras_tpu_dist.tools.hlo.loops import executions
@@ -269,11 +269,8 @@ def several_layers():
 def test_no_loop_is_left_to_the_compiler(topology, policy):
     keras.config.set_dtype_policy(policy)
     try:
-        nothing = {"x": None, "y": None, "sample_weight": None}
         strategy = ktd.TPUStrategy(topology=topology)
-        lowered = lower(
-            several_layers, strategy, **nothing, batch_size=256, mode="train", platform="tpu"
-        )
+        lowered = lower(several_layers, strategy, batch_size=256)
     finally:
         keras.config.set_dtype_policy("float32")
     compiled = compile_lowered(lowered, effort="quick", timeout=400)

@@ -154,6 +154,17 @@ def half():
     return model
 
 
+_MODEL = """
+import keras
+
+
+def build():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile('adam', 'mse', steps_per_execution=2)
+    return model
+"""
+
+
 def strategy(mesh=None, layout=None, topology="v5e:2x2", **options):
     return ktd.TPUStrategy(mesh, layout, topology=topology, **options)
 
@@ -261,13 +272,25 @@ def test_numbers_as_on_the_chip_differ_by_what_bfloat16_explains():
 
 
 @pytest.mark.slow
+def test_a_dry_run_is_verified(tmp_path, monkeypatch, capsys):
+    run = ktd.dry_run(mlp, strategy({"data": 4}), batch_size=13, verify=True)
+    assert run.verification.equal
+    assert "verified: equal: what the TPU compiler makes of it computes the same" in str(run)
+    assert run.to_dict()["verification"]["equal"] is True
+    assert "verified: equal" in run.to_html()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(_MODEL)
+    words = ["dry-run", "model.py:build", "--topology", "v5e:2x2", "--batch-size", "10"]
+    assert main([*words, "--verify"]) == 0
+    assert "verified: equal" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="verify of dry_run is True or False"):
+        ktd.dry_run(mlp, strategy({"data": 4}), batch_size=13, verify="yes")
+
+
+@pytest.mark.slow
 def test_in_a_shell(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(
-        "import keras\n\n\ndef build():\n"
-        "    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
-        "    model.compile('adam', 'mse', steps_per_execution=2)\n    return model\n"
-    )
+    (tmp_path / "model.py").write_text(_MODEL)
     words = ["verify", "model.py:build", "--topology", "v5e:2x2", "--batch-size", "10"]
     assert main([*words, "--json", "--html", "page.html"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.hlo import Wire, seconds_over
 from keras_tpu_dist.tools.searches.activations import peak_bytes
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
@@ -45,7 +46,7 @@ def pair(shape=(WIDTH,)):
 
 @pytest.fixture(scope="module")
 def described():
-    with describing(pair, ktd.TPUStrategy({"data": 8}, topology=SLICE), {}, ROWS) as model:
+    with describing(pair, ktd.TPUStrategy({"data": 8}, topology=SLICE), Inputs(), ROWS) as model:
         yield model, model.facts(ROWS, (None, "dots", "full"))
 
 
@@ -129,7 +130,7 @@ def of_model(build, candidate, rows=ROWS, topology=SLICE):
     strategy = candidate.strategy(topology)
     wire = Wire.of(dict(strategy.mesh.shape), strategy.mesh.devices.flatten(), topology)
     ground = Ground(wire, topology, tuple(strategy.data_axes), candidate.shard_optimizer)
-    with describing(build, strategy, {}, rows) as model:
+    with describing(build, strategy, Inputs(), rows) as model:
         facts = model.facts(rows, (None,))
         return Placed(facts, tuple(model.specs(strategy)), ground, 1.0)
 
@@ -370,7 +371,7 @@ def test_remat_holds_less_and_computes_more():
         return model
 
     base = ktd.TPUStrategy({"data": 8}, topology=SLICE)
-    with describing(build, base, {}, ROWS) as model:
+    with describing(build, base, Inputs(), ROWS) as model:
         found = model, model.facts(ROWS, (None, "dots", "full"))
         plain, dots, full = (
             forecast_of(found, Candidate((("data", 8),), None, False, policy))

@@ -11,27 +11,19 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
-from keras_tpu_dist.tools.dryrun.inputs import given_inputs, symbolic
+from keras_tpu_dist.tools.dryrun.inputs import Inputs, symbolic
 from keras_tpu_dist.training.protocol import Strategy
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Inputs):
     """The caller's description of the batch.
 
     Args:
-        x: Inputs, or their shapes, or `None` for the shapes that the model declares.
-        y: Targets, or their shapes, or `None`.
-        sample_weight: Sample weights.
         batch_size: Rows for all devices together, or `None`.
-        sequence_length: The size of every open time axis of the inputs, or `None`.
     """
 
-    x: Any = None
-    y: Any = None
-    sample_weight: Any = None
     batch_size: int | None = None
-    sequence_length: int | None = None
 
     def rows(self, strategy: Strategy) -> int:
         """Rows of the batch: by default two for each part and one more, an uneven batch.
@@ -48,10 +40,6 @@ class Given:
             if not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf, "shape", ())
         ]
         return max(min([2 * parts + (parts > 1), *few]), parts)
-
-    def by_name(self) -> dict[str, Any]:
-        """The arguments of a dry run, by name."""
-        return given_inputs(self.x, self.y, self.sample_weight, self.sequence_length)
 
 
 NOTHING = Given()

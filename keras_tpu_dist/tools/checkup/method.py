@@ -45,7 +45,7 @@ def check(
                 fix="Build the model, compile it without run_eagerly, or leave it out.",
             )
         )
-    given = Given(x, y, sample_weight, batch_size, sequence_length)
+    given = Given(x, y, sample_weight, sequence_length, batch_size)
     return run_check(strategy, steps(model, given), minutes)
 
 

@@ -15,7 +15,7 @@ from keras_tpu_dist.tools.checkup.aside import on_one
 from keras_tpu_dist.tools.checkup.batch import Given, values
 from keras_tpu_dist.tools.checkup.bench import Bench
 from keras_tpu_dist.tools.checkup.bounds import State
-from keras_tpu_dist.tools.dryrun.build import described, fresh_optimizer
+from keras_tpu_dist.tools.dryrun.build import Subject, described, fresh_optimizer
 from keras_tpu_dist.training.step import jitted_step
 
 
@@ -79,7 +79,7 @@ def prepared(
     model.optimizer = own if optimizer is None else optimizer
     try:
         rows = given.rows(strategy)
-        with described(model, strategy, given.by_name(), rows, "train", []) as (_, shapes):
+        with described(Subject(model, strategy, rows, given), []) as (_, shapes):
             batches = [values(model, shapes, given, strategy.placer, n) for n in range(steps)]
             groups = _keras.state_groups(model)
             state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]

@@ -17,9 +17,11 @@ from keras_tpu_dist.tools.checkup.bench import Bench, Job
 from keras_tpu_dist.tools.checkup.calibrated import FACTORS, calibration_of
 from keras_tpu_dist.tools.checkup.prepared import Prepared, prepared, why_not
 from keras_tpu_dist.tools.checkup.report import FAST, CheckPart
+from keras_tpu_dist.tools.dryrun.build import Subject
+from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.measured import MeasuredSteps, read_profile
 from keras_tpu_dist.tools.dryrun.report import DryRun
-from keras_tpu_dist.tools.dryrun.run import dry_run
+from keras_tpu_dist.tools.dryrun.run import run_once
 from keras_tpu_dist.training.profiles import Trace
 
 _STEPS, _TRACED = 10, 3
@@ -125,6 +127,7 @@ def _estimates(
     if jax.process_count() > 1:
         return {}, ["no estimate: it takes a minute, and other processes would wait"]
     rates = calibration_of(bench.chip, bench.figures, source="this check")
+    rows = given.rows(bench.strategy)
     runs: dict[str, DryRun] = {}
     words = []
     for effort in ("exact", "quick"):
@@ -132,15 +135,8 @@ def _estimates(
             words.append(f"no estimate of effort {effort}: it takes a minute")
             continue
         try:
-            run = dry_run(
-                model,
-                bench.strategy,
-                **given.by_name(),
-                batch_size=given.rows(bench.strategy),
-                effort=effort,
-                timeout=bench.left_s,
-                calibration=rates,
-            )
+            how = How(effort, bench.left_s, thorough=True, calibration=rates)
+            run = run_once(Subject(model, bench.strategy, rows, given), how)
         except (ValueError, RuntimeError) as error:
             return runs, [*words, f"no estimate: {str(error).partition(chr(10))[0][:120]}"]
         if run.estimate is not None and run.step_range is not None:

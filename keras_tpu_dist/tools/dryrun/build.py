@@ -6,7 +6,7 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -34,9 +34,9 @@ from keras_tpu_dist.programs.jaxprs import (
     with_inner_jaxprs,
 )
 from keras_tpu_dist.tools.dryrun.inputs import (
+    Inputs,
     check_batch_size,
     described_batch,
-    given_inputs,
     symbolic,
 )
 from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
@@ -76,6 +76,7 @@ class Lowered:
     """A step ready for a compiler.
 
     Args:
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
         program: The pickled `jax.export.Exported`, arguments flattened to `(state, batch)`.
         donate: Whether the state's buffers are reused for the new state.
         axes: Mesh axis names and sizes.
@@ -104,6 +105,7 @@ class Lowered:
         launch: What is needed to run it, if asked for.
     """
 
+    mode: str
     program: bytes
     donate: bool
     axes: tuple[tuple[str, int], ...]
@@ -158,25 +160,33 @@ class Lowered:
         return auto_mesh(devices, [name for name, _ in self.axes])
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is dry-run: a launch of a model's steps. See `dry_run`.
+
+    Args:
+        build: The function that builds the model, or the model.
+        strategy: The strategy.
+        batch_size: Rows of all devices together.
+        inputs: The input.
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
+    """
+
+    build: Build
+    strategy: Strategy
+    batch_size: int
+    inputs: Inputs = field(default_factory=Inputs)
+    mode: str = "train"
+
+
 def lower(
-    build: Build,
-    strategy: Strategy,
-    *,
-    x: Any = None,
-    y: Any = None,
-    sample_weight: Any = None,
-    sequence_length: int | None = None,
-    batch_size: int,
-    mode: str = "train",
-    platform: str = "tpu",
-    steps: int | None = None,
-    to_run: bool = False,
+    step: Subject, platform: str = "tpu", steps: int | None = None, to_run: bool = False
 ) -> Lowered:
     """Builds a model without memory and lowers a launch of it for the strategy's mesh.
 
-    See `keras_tpu_dist.dry_run` for the arguments.
-
     Args:
+        step: The step.
+        platform: `"tpu"` or `"cpu"`.
         steps: Steps of the launch; by default `steps_per_execution`, the most that it may be.
         to_run: Whether the program is to be run on simulated devices.
 
@@ -187,14 +197,13 @@ def lower(
         ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
-    placer, kind = strategy.placer, checked_mode(mode)
+    strategy, mode, kind = step.strategy, step.mode, checked_mode(step.mode)
+    placer = strategy.placer
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
             stack.enter_context(plain_operations())
-        given = given_inputs(x, y, sample_weight, sequence_length)
-        described_model = described(build, strategy, given, batch_size, mode, notes)
-        model, batch = stack.enter_context(described_model)
+        model, batch = stack.enter_context(described(step, notes))
         # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
@@ -203,33 +212,35 @@ def lower(
         loop = None
         if mode == "generate":
             steps, ahead, held = 1, 0, state_bytes(state, kind, placed)
-            step, state, loop = _generating(model, placer, state, placed)
+            program, state, loop = _generating(model, placer, state, placed)
         else:
             steps = steps or _steps_of(model)
             placed = placer.describe_many(placed, steps) if steps > 1 else placed
-            step = jitted_step(model, kind, placer, donate, scanned=steps > 1)
+            program = jitted_step(model, kind, placer, donate, scanned=steps > 1)
             held = state_bytes(state, kind, placed)
             ahead = ahead if steps == 1 else held.inputs  # of the next launch
-        exported = export_step(step, state, placed, platform, notes)
+        rows = operator.index(step.batch_size)
+        exported = export_step(program, state, placed, platform, notes)
         return Lowered(
+            mode=mode,
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
             axes=tuple(strategy.mesh.shape.items()),
             devices=tuple(strategy.mesh.devices.flat),
             state=held,
             parameters=model.count_params(),
-            rows=operator.index(batch_size),
-            tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
+            rows=rows,
+            tokens=rows if mode == "generate" else count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
             overstated=_is_overstated(exported, steps),
             steps=steps,
             ready_bytes=ahead,
             seconds=time.perf_counter() - started,
-            findings=_findings(strategy, model, batch_size),
+            findings=_findings(strategy, model, rows),
             model_flops=_flops(model, batch, mode, notes),
             notes=tuple(notes),
             tokens_loop=loop,
-            launch=_launch(step, state, placed, exported, batch) if to_run else None,
+            launch=_launch(program, state, placed, exported, batch) if to_run else None,
             **_of_platform(strategy, platform),
         )
 
@@ -251,23 +262,12 @@ def _generating(
 
 
 @contextlib.contextmanager
-def described(
-    build: Build,
-    strategy: Strategy,
-    given: Mapping[str, Any],
-    batch_size: int,
-    mode: str,
-    notes: list[str],
-) -> Iterator[tuple[keras.Model, tuple]]:
+def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tuple]]:
     """A model without memory, with the layouts of training under the strategy, and its batch's
     shapes.
 
     Args:
-        build: As in `keras_tpu_dist.dry_run`.
-        strategy: The strategy.
-        given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
-        batch_size: Rows of all devices together.
-        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
+        step: The step.
         notes: Assumptions are appended here.
 
     Yields:
@@ -276,16 +276,15 @@ def described(
     Raises:
         ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
+    build, strategy, mode = step.build, step.strategy, step.mode
     checked_mode(mode)
-    check_batch_size(batch_size, strategy)
-    batch_size = operator.index(batch_size)
+    check_batch_size(step.batch_size, strategy)
+    rows = operator.index(step.batch_size)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
         # Its inputs and its state are those of predictions.
         mode = "predict" if mode == "generate" else mode
-        arrays = (given.get("x"), given.get("y"), given.get("sample_weight"))
-        length = given.get("sequence_length")
-        batch = described_batch(model, strategy.placer, *arrays, batch_size, mode, notes, length)
+        batch = described_batch(model, strategy.placer, step.inputs, rows, mode, notes)
         tensors = symbolic(batch)
         if isinstance(build, keras.Model):
             stack.enter_context(_keras.compiled_anew(model))

@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
@@ -81,6 +82,28 @@ class Compiled:
         """HBM that the program needs on one device: arguments, new outputs, temporaries."""
         m = self.memory
         return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is compiled. See `dry_run`.
+
+    Args:
+        effort: `"quick"` or `"exact"`.
+        timeout: Seconds after which a compilation is stopped.
+        thorough: Whether to compile a program near the memory limit again at full effort, and one
+            that does not fit for a larger slice, to see what needs the memory.
+        cache: The cache of compilations. With it, the compiler's messages name no source lines.
+        calibration: Measurements on such chips.
+        progress: Called with a line of text at every stage.
+    """
+
+    effort: str = "quick"
+    timeout: float = 1800.0
+    thorough: bool = False
+    cache: Cache | None = None
+    calibration: Calibration | None = None
+    progress: Callable[[str], Any] | None = None
 
 
 def has_libtpu() -> bool:

@@ -1,6 +1,7 @@
 """The input of a dry run: the given batch, or one that the model declares, without values."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,16 +35,21 @@ def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> None:
         )
 
 
-def given_inputs(x: Any, y: Any, sample_weight: Any, sequence_length: Any) -> dict[str, Any]:
-    """The arguments for the input, by name, as they are passed on.
+@dataclass(frozen=True)
+class Inputs:
+    """What a dry run, a check or a search is given for the input; see `dry_run`.
 
     Args:
-        x: See `dry_run`.
-        y: See `dry_run`.
-        sample_weight: See `dry_run`.
-        sequence_length: See `dry_run`.
+        x: The input, its shapes, or `None` for what the model declares.
+        y: The target, or its shapes.
+        sample_weight: Sample weights.
+        sequence_length: The size of every open time axis.
     """
-    return {"x": x, "y": y, "sample_weight": sample_weight, "sequence_length": sequence_length}
+
+    x: Any = None
+    y: Any = None
+    sample_weight: Any = None
+    sequence_length: int | None = None
 
 
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
@@ -68,32 +74,29 @@ def check_batch_size(batch_size: int, strategy: Strategy) -> None:
 def described_batch(
     model: keras.Model,
     placer: BatchPlacer,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    inputs: Inputs,
     batch_size: int,
     mode: str,
     notes: list[str],
-    sequence_length: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """The batch `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
+
+    Without `y`, it is derived from outputs and losses, if there is a loss or the inputs are
+    declared. Arrays may have any number of rows.
 
     Args:
         model: The model.
         placer: Knows the batch dimension of every array.
-        x: The input, arrays or their shapes, with any number of rows. `None`: the declared inputs.
-        y: The target, likewise. `None`: derived from outputs and losses, if there is a loss or the
-            inputs are declared.
-        sample_weight: Sample weights, likewise; `None`: none.
+        inputs: What is given.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
         notes: Gets a line if `y` is assumed, and one if `sequence_length` fills a size.
-        sequence_length: The size of every open time axis.
 
     Raises:
         ValueError: If `x` is `None` and the model declares no inputs, or if a dimension other than
             the batch is open.
     """
+    x, y, sample_weight = inputs.x, inputs.y, inputs.sample_weight
     declares = bool(getattr(model, "inputs", None))
     if x is None:
         if not declares:
@@ -107,7 +110,7 @@ def described_batch(
             )
         x = _keras.declared_inputs(model)
     given = (x, None, None) if mode == "predict" else (x, y, sample_weight)
-    x, y, sample_weight = filled(given, placer.axes, sequence_length, notes)
+    x, y, sample_weight = filled(given, placer.axes, inputs.sequence_length, notes)
     if mode == "predict":
         return _of_rows((x, None, None), placer, batch_size)
     if y is not None or (model.loss is None and not declares):

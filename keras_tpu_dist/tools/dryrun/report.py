@@ -4,7 +4,7 @@ import html
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keras_tpu_dist.hardware.torus import Torus
@@ -74,6 +74,8 @@ class DryRun(Page):
         token_limit_s: Seconds to read the weights and the whole cache once, the minimum for a
             token; in mode `"generate"`.
         calibration: The measurements on such chips that were used, in words; empty if none.
+        verification: With `verify=True`, the `Verification`: whether the program computes what one
+            device does.
 
     Example:
 
@@ -114,6 +116,7 @@ class DryRun(Page):
     prompt_range: tuple[float, float] | None = None
     token_limit_s: float | None = None
     calibration: str = ""
+    verification: Any = None
 
     @property
     def step_range(self) -> tuple[float, float] | None:
@@ -186,7 +189,8 @@ class DryRun(Page):
 
     def to_dict(self) -> dict[str, object]:
         """Everything as plain data."""
-        data = asdict(self)
+        data: dict[str, Any] = asdict(replace(self, verification=None))
+        data["verification"] = self.verification and self.verification.to_dict()
         data["mesh"] = dict(self.mesh)
         data["crossings"] = dict(self.crossings)
         data["samples_per_second"] = self.samples_per_second
@@ -262,6 +266,8 @@ class DryRun(Page):
         lines = [f"lint: {finding}" for finding in shown]
         if len(shown) < len(self.findings):
             lines.append(f"lint: {len(self.findings) - len(shown)} more; see strategy.lint(model)")
+        if self.verification is not None:
+            lines.append(f"verified: {str(self.verification).partition(chr(10))[0]}")
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def _tables(self) -> list[Table]:

@@ -3,11 +3,11 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_callable, check_seconds
+from keras_tpu_dist.common.checks import check_callable, check_flags, check_seconds
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
@@ -15,18 +15,19 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
-from keras_tpu_dist.tools.dryrun.build import Build, Lowered, checked_mode, lower
+from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject, checked_mode, lower
 from keras_tpu_dist.tools.dryrun.cache import Cache, without_source_lines
 from keras_tpu_dist.tools.dryrun.compile import (
     EFFORTS,
     Compiled,
+    How,
     bytes_in_message,
     compile_lowered,
     has_libtpu,
     larger_twin,
 )
 from keras_tpu_dist.tools.dryrun.figures import Estimate, estimate
-from keras_tpu_dist.tools.dryrun.inputs import check_asked, given_inputs
+from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import find_largest
 from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
@@ -62,6 +63,7 @@ def dry_run(
     effort: str = "quick",
     timeout: float = 1800.0,
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> DryRun:
     """Compiles one step of a model for a TPU slice, and reports its memory, time and collectives.
@@ -93,6 +95,9 @@ def dry_run(
         timeout: Seconds after which a compilation is stopped.
         calibration: Rates and factors that were measured on such chips: a `Calibration`, or the
             path of a file from `Calibration.save`. Every report mentions it.
+        verify: Whether to run the program on simulated devices too, beside one device, as
+            `keras_tpu_dist.verify` does; `run.verification` has the result. The model is built with
+            values for that, so it must fit into your memory.
         progress: Called with a line of text at every stage.
 
     Returns:
@@ -118,31 +123,24 @@ def dry_run(
     (True, [('data',)])
     """
     check_length("dry_run", sequence_length)
+    step = Subject(build, strategy, 1, Inputs(x, y, sample_weight, sequence_length), mode)
     measured = checked_calibration(calibration)
-    inputs = given_inputs(x, y, sample_weight, sequence_length)
-
-    def run_with(batch_size: int, thorough: bool = False) -> DryRun:
-        return run_once(
-            build,
-            strategy,
-            inputs=inputs,
-            batch_size=batch_size,
-            mode=mode,
-            effort=effort,
-            timeout=timeout,
-            progress=progress,
-            thorough=thorough,
-            calibration=measured,
-        )
-
+    how = How(effort, timeout, calibration=measured, progress=progress)
+    check_flags("dry_run", verify=verify)
     if batch_size is None:
         check_asked(build, strategy)
-        return _of_the_largest(run_with, strategy)
-    return run_with(batch_size, thorough=True)
+        run = _of_the_largest(step, how)
+    else:
+        run = run_once(replace(step, batch_size=batch_size), replace(how, thorough=True))
+    if not verify:
+        return run
+    given = {**vars(step.inputs), "batch_size": run.batch_size, "mode": mode, "timeout": timeout}
+    return replace(run, verification=strategy._verified(build, **given))
 
 
-def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> DryRun:
+def _of_the_largest(step: Subject, how: How) -> DryRun:
     """The dry run of the largest batch that fits, or of the smallest one if none fits."""
+    strategy = step.strategy
     if strategy.topology is None or not has_libtpu():
         lacks = "libtpu" if strategy.topology else "a slice, whose memory is known"
         raise ValueError(
@@ -155,7 +153,11 @@ def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> Dr
             )
         )
     unit = strategy.num_replicas_in_sync
-    found = find_largest(run_with, unit, strategy.topology.hbm_bytes)
+    found = find_largest(
+        lambda rows: run_once(replace(step, batch_size=rows), how),
+        unit,
+        strategy.topology.hbm_bytes,
+    )
     if found.batch_size:
         which = f"{found.batch_size} is the largest that fits"
     else:
@@ -164,117 +166,70 @@ def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> Dr
     return replace(found.run, notes=(note, *found.run.notes))
 
 
-def run_once(
-    build: Build,
-    strategy: Strategy,
-    *,
-    inputs: Mapping[str, Any],
-    batch_size: int,
-    mode: str,
-    effort: str,
-    timeout: float,
-    progress: Progress | None = None,
-    thorough: bool = True,
-    cache: Cache | None = None,
-    calibration: Calibration | None = None,
-) -> DryRun:
-    """One dry run; see `dry_run`.
+def run_once(step: Subject, how: How) -> DryRun:
+    """One dry run.
 
     Args:
-        thorough: Whether to compile a program near the memory limit again at full effort, and one
-            that does not fit for a larger slice, to see what needs the memory.
-        cache: The cache of compilations. With it, the compiler's messages name no source lines.
-        calibration: Measurements on such chips.
+        step: What is dry-run.
+        how: How it is compiled.
     """
-    _check_effort(effort)
-    check_how(mode, timeout, progress)
-    with stages(f"dry run, {mode} step", 3) as begin:
+    _check_effort(how.effort)
+    check_how(step.mode, how.timeout, how.progress)
+    with stages(f"dry run, {step.mode} step", 3) as begin:
 
         def tell(words: str) -> None:
             begin(words)
-            (progress or logger.debug)(words)
+            (how.progress or logger.debug)(words)
 
         tell("building and lowering")
-        lowered = lower_once(
-            build, strategy, inputs=inputs, batch_size=batch_size, mode=mode, cache=cache
-        ).calibrated(calibration)
-        how: dict[str, Any] = {"effort": effort, "timeout": timeout, "thorough": thorough}
-        return compile_once(lowered, mode=mode, progress=tell, cache=cache, **how)
+        lowered = lower_once(step, how.cache).calibrated(how.calibration)
+        return compile_once(lowered, replace(how, progress=tell))
 
 
-def lower_once(
-    build: Build,
-    strategy: Strategy,
-    *,
-    inputs: Mapping[str, Any],
-    batch_size: int,
-    mode: str,
-    cache: Cache | None = None,
-) -> Lowered:
+def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
     """The first half of `run_once`, which needs Keras, and therefore the thread that set it up.
 
     Args:
-        build: See `dry_run`.
-        strategy: See `dry_run`.
-        inputs: `x`, `y`, `sample_weight` and `sequence_length`; see `dry_run`.
-        batch_size: See `dry_run`.
-        mode: See `dry_run`.
+        step: What is dry-run.
         cache: The cache of compilations; with it, equal programs do not differ in source lines.
     """
-    check_asked(build, strategy)
-    for_tpu = has_libtpu() and _is_tpu(strategy)
-    platform = "tpu" if for_tpu else "cpu"
+    check_asked(step.build, step.strategy)
+    for_tpu = has_libtpu() and _is_tpu(step.strategy)
     with contextlib.nullcontext() if cache is None else without_source_lines():
-        lowered = lower(
-            build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
-        )
-    if _is_tpu(strategy) and not for_tpu:
+        lowered = lower(step, "tpu" if for_tpu else "cpu")
+    if _is_tpu(step.strategy) and not for_tpu:
         logger.warning(_NO_LIBTPU)
         lowered = replace(lowered, notes=(*lowered.notes, _NO_LIBTPU))
     return lowered
 
 
-def compile_once(
-    lowered: Lowered,
-    *,
-    mode: str,
-    effort: str,
-    timeout: float,
-    progress: Progress,
-    thorough: bool,
-    cache: Cache | None = None,
-) -> DryRun:
+def compile_once(lowered: Lowered, how: How) -> DryRun:
     """The second half of `run_once`, for any thread.
 
     Args:
         lowered: From `lower_once`.
-        mode: See `dry_run`.
-        effort: See `dry_run`.
-        timeout: See `dry_run`.
-        progress: See `dry_run`.
-        thorough: See `run_once`.
-        cache: See `run_once`.
+        how: How it is compiled.
     """
+    progress, effort = how.progress or logger.debug, how.effort
+    options: dict[str, Any] = {"timeout": how.timeout, "cache": how.cache}
     notes = list(lowered.notes)
     where = lowered.topology.name if lowered.topology else "CPU"
     progress(f"compiling for {where}, effort {effort}")
-    compiled = [compile_lowered(lowered, effort=effort, timeout=timeout, cache=cache)]
-    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
+    compiled = [compile_lowered(lowered, effort=effort, **options)]
+    if how.thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
         progress("near the memory limit: compiling again, effort exact")
         why = ", and overstates loops and convolutions" if lowered.overstated else ""
         notes.append(f"quick compilation came near the memory limit{why}: this is the exact one")
-        compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout, cache=cache))
+        compiled.append(compile_lowered(lowered, effort="exact", **options))
     verdict = compiled[-1]
     sized_on = None
-    twin = larger_twin(lowered) if verdict.error and thorough else None
+    twin = larger_twin(lowered) if verdict.error and how.thorough else None
     if twin is not None:
         progress(f"does not fit: measuring on {twin.name}")
-        compiled.append(
-            compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin, cache=cache)
-        )
+        compiled.append(compile_lowered(lowered, effort="quick", topology=twin, **options))
         sized_on = twin.name if compiled[-1].error is None else None
     progress("analysing")
-    return _report(lowered, mode, compiled, verdict, sized_on, notes)
+    return _report(lowered, compiled, verdict, sized_on, notes)
 
 
 _NO_LIBTPU = (
@@ -344,7 +299,6 @@ def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
 
 def _report(
     lowered: Lowered,
-    mode: str,
     compiled: list[Compiled],
     verdict: Compiled,
     sized_on: str | None,
@@ -369,7 +323,7 @@ def _report(
     if cost is not None:
         notes += _uncounted(cost)
     return DryRun(
-        mode=mode,
+        mode=lowered.mode,
         compiled_for=verdict.compiled_for,
         mesh=lowered.axes,
         batch_size=lowered.rows,

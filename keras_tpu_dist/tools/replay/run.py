@@ -28,6 +28,7 @@ from keras_tpu_dist.tools.dryrun.build import (
     KINDS,
     Build,
     Lowered,
+    Subject,
     checked_mode,
     fresh_optimizer,
     lower,
@@ -39,7 +40,7 @@ from keras_tpu_dist.tools.dryrun.compile import (
     run_compiler,
     run_job,
 )
-from keras_tpu_dist.tools.dryrun.inputs import check_asked, given_inputs, symbolic
+from keras_tpu_dist.tools.dryrun.inputs import check_asked, symbolic
 from keras_tpu_dist.tools.hlo.parse import parse
 from keras_tpu_dist.tools.replay import execute
 from keras_tpu_dist.tools.replay.kernels import interpreted, kernel_name
@@ -129,23 +130,16 @@ def verify(
     """
     started = time.perf_counter()
     _check(build, strategy, mode, steps, as_on_chip, timeout)
-    given = Given(x, y, sample_weight, batch_size, sequence_length)
+    given = Given(x, y, sample_weight, sequence_length, batch_size)
+    step = Subject(build, strategy, batch_size, given, mode)
     with stages(f"verify, {mode}", 4) as begin:
         begin("building and lowering for the slice")
         # The compiler has kernels of its own for ragged products, whose code cannot be run here.
         with _ragged_products_as_products():
-            lowered = lower(
-                build,
-                strategy,
-                **given_inputs(x, y, sample_weight, sequence_length),
-                batch_size=batch_size,
-                mode=mode,
-                steps=steps,
-                to_run=True,
-            )
+            lowered = lower(step, steps=steps, to_run=True)
         assert lowered.launch is not None
         begin("running on one device")
-        reference = _alone(build, strategy, given, mode, lowered, as_on_chip)
+        reference = _alone(step, given, lowered, as_on_chip)
         begin("compiling for the TPU")
         compiled = _Compiled(lowered, reference, timeout, as_on_chip)
         begin("running the TPU's program")
@@ -245,23 +239,16 @@ class _Reference:
     allowed: list[float]
 
 
-def _alone(
-    build: Build,
-    strategy: Strategy,
-    given: Given,
-    mode: str,
-    lowered: Lowered,
-    as_on_chip: bool,
-) -> _Reference:
+def _alone(step: Subject, given: Given, lowered: Lowered, as_on_chip: bool) -> _Reference:
     """Builds the model with values, and runs some steps of stock Keras on one device."""
     launch, steps = lowered.launch, lowered.steps
     assert launch is not None
-    kind, shapes = KINDS[mode], launch.shapes
+    kind, shapes, mode = KINDS[step.mode], launch.shapes, step.mode
     device = jax.local_devices(backend="cpu")[0]
-    with aside(), on_one(device), _with_values(build, shapes, mode) as model:
+    with aside(), on_one(device), _with_values(step.build, shapes, mode) as model:
         # With one step, the second launch starts from what the first has computed.
         number = 2 if steps == 1 and mode == "train" else steps
-        batches = [values(model, shapes, given, strategy.placer, n) for n in range(number)]
+        batches = [values(model, shapes, given, step.strategy.placer, n) for n in range(number)]
         groups = _keras.state_groups(model, kind)
         state = [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
         names = [v.path for group in groups for v in group]

@@ -12,8 +12,9 @@ from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.build import fails_anywhere
-from keras_tpu_dist.tools.dryrun.inputs import given_inputs
+from keras_tpu_dist.tools.dryrun.build import Subject, fails_anywhere
+from keras_tpu_dist.tools.dryrun.compile import How
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.run import Build, Progress, check_how, run_once
 from keras_tpu_dist.tools.searches.candidates import Candidate
@@ -85,7 +86,8 @@ def compare(
     check_how(mode, timeout, progress)
     check_length("compare", sequence_length)
     start, found = time.monotonic(), []
-    inputs = given_inputs(x, y, sample_weight, sequence_length)
+    inputs = Inputs(x, y, sample_weight, sequence_length)
+    how = How(timeout=timeout, calibration=measured, progress=progress)
     pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
     with stages("comparing", len(pairs)) as begin:
         for mesh, layout in pairs:
@@ -95,18 +97,7 @@ def compare(
             try:
                 strategy = TPUStrategy(mesh, layout, topology=topology)
                 candidate = Candidate(tuple(strategy.mesh.shape.items()), layout)
-                run = run_once(
-                    build,
-                    strategy,
-                    inputs=inputs,
-                    batch_size=batch_size,
-                    mode=mode,
-                    effort="quick",
-                    timeout=timeout,
-                    progress=progress,
-                    thorough=False,
-                    calibration=measured,
-                )
+                run = run_once(Subject(build, strategy, batch_size, inputs, mode), how)
             except (ValueError, RuntimeError, NotImplementedError) as reason:
                 if fails_anywhere(reason):
                     raise

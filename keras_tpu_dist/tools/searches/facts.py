@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.programs.products import Lookup, MatrixProduct, lookups_of, products_of
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.build import Build, described
+from keras_tpu_dist.tools.dryrun.build import Build, Subject, described
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.searches.activations import HeldArray, buffers_of
 from keras_tpu_dist.training.flops import count_tokens, forward_pass
 
@@ -178,15 +179,15 @@ def _bytes(leaf: Any) -> int:
 
 @contextlib.contextmanager
 def describing(
-    build: Build, strategy: TPUStrategy, given: Mapping[str, Any], rows: int
+    build: Build, strategy: TPUStrategy, given: Inputs, rows: int
 ) -> Iterator[DescribedModel]:
     """The model of a build function, without memory.
 
     Args:
         build: See `keras_tpu_dist.dry_run`.
         strategy: The strategy to build it under.
-        given: `x`, `y`, `sample_weight` and `sequence_length`; see there.
+        given: The input.
         rows: The number of rows in the batch.
     """
-    with described(build, strategy, given, rows, "train", []) as (model, batch):
+    with described(Subject(build, strategy, rows, given), []) as (model, batch):
         yield DescribedModel(model, batch, strategy)

@@ -14,7 +14,9 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.show.page import Page, code, document
 from keras_tpu_dist.show.text import html_table, size_text, text_table
-from keras_tpu_dist.tools.dryrun.inputs import given_inputs
+from keras_tpu_dist.tools.dryrun.build import Subject
+from keras_tpu_dist.tools.dryrun.compile import How
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
 from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
@@ -148,22 +150,12 @@ def largest_batch(
             received={"tolerance": tolerance},
             fix="Leave it out, or write for example tolerance=0.05.",
         )
-    inputs = given_inputs(x, y, sample_weight, sequence_length)
+    inputs = Inputs(x, y, sample_weight, sequence_length)
+    how = How(effort, timeout, calibration=measured, progress=progress)
 
     def run_with(batch_size: int) -> DryRun:
         with _computing_again(strategy, remat):
-            return run_once(
-                build,
-                strategy,
-                inputs=inputs,
-                batch_size=batch_size,
-                mode=mode,
-                effort=effort,
-                timeout=timeout,
-                progress=progress,
-                thorough=False,
-                calibration=measured,
-            )
+            return run_once(Subject(build, strategy, batch_size, inputs, mode), how)
 
     unit = strategy.num_replicas_in_sync
     found = find_largest(run_with, unit, limit, tolerance=tolerance, max_compiles=max_compiles)

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.build import Build, Lowered
+from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject
 from keras_tpu_dist.tools.dryrun.cache import Cache
-from keras_tpu_dist.tools.dryrun.inputs import given_inputs
+from keras_tpu_dist.tools.dryrun.compile import How
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.run import Progress, check_progress, compile_once, lower_once
 from keras_tpu_dist.tools.hlo import Wire
@@ -109,7 +110,7 @@ def search(
     check_seconds("search", budget_s=budget_s)
     _check(build, batch_size, compilations, exact)
     _check_others(among, sequence_length, progress)
-    given, kept = given_inputs(x, y, sample_weight, sequence_length), Cache.of(cache)
+    given, kept = Inputs(x, y, sample_weight, sequence_length), Cache.of(cache)
     topology, measured = calibrated(topology, calibration)
     compiled: list[Tried] = []
     with stages("search", 1 + compilations + exact) as begin:
@@ -153,7 +154,7 @@ def search(
 def lowered_step(
     build: Build,
     topology: Topology,
-    given: Mapping[str, Any],
+    given: Inputs,
     cache: Cache | None,
     calibration: Calibration | None,
     tried: Tried,
@@ -163,20 +164,14 @@ def lowered_step(
     Args:
         build: The build function.
         topology: The slice.
-        given: `x`, `y`, `sample_weight` and `sequence_length`.
+        given: The input.
         cache: The cache of compilations.
         calibration: Measurements on such chips.
         tried: The candidate.
     """
     try:
-        return lower_once(
-            build,
-            tried.candidate.strategy(topology),
-            inputs=given,
-            batch_size=tried.rows,
-            mode="train",
-            cache=cache,
-        ).calibrated(calibration)
+        step = Subject(build, tried.candidate.strategy(topology), tried.rows, given)
+        return lower_once(step, cache).calibrated(calibration)
     except _FAULTS as error:
         return _failed(tried, error)
 
@@ -193,15 +188,7 @@ def compiled_step(
         effort: See `dry_run`.
     """
     try:
-        run = compile_once(
-            lowered,
-            mode="train",
-            effort=effort,
-            timeout=1800.0,
-            progress=logger.debug,
-            thorough=False,
-            cache=cache,
-        )
+        run = compile_once(lowered, How(effort, cache=cache))
     except _FAULTS as error:
         return _failed(tried, error)
     return replace(tried, run=run)
@@ -253,7 +240,7 @@ def _forecasts(
     build: Build,
     topology: Topology,
     batch_size: int | None,
-    given: Mapping[str, Any],
+    given: Inputs,
     among: Sequence[Candidate] | None,
 ) -> tuple[str, list[Tried]]:
     """The model's name, and all candidates, the most promising first."""

@@ -62,8 +62,10 @@ def _dry_run(options: Namespace) -> Answered:
             effort=options.effort,
             timeout=options.timeout,
             calibration=options.calibration,
+            verify=options.verify,
         )
-    return with_page(options, result), 1 if result.fits is False else 0
+    wrong = result.verification is not None and not result.verification.equal
+    return with_page(options, result), int(result.fits is False or wrong)
 
 
 def _verify(options: Namespace) -> Answered:

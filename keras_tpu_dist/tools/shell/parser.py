@@ -162,6 +162,9 @@ def _dry_run(parser: Parser) -> None:
     _how(parser)
     _effort(parser)
     _calibration(parser)
+    parser.add_argument(
+        "--verify", action="store_true", help="run the program on simulated devices too"
+    )
     _written(parser)
 
 
