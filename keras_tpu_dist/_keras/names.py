@@ -359,12 +359,6 @@ ATTRIBUTES = (
         "an input that says its place",
     ),
     *_each(
-        f"{_CALLBACKS}:BackupAndRestore",
-        "_training_metadata_path",
-        "the epoch of a backup that Keras made",
-        "a public path",
-    ),
-    *_each(
         "keras.src.utils.python_utils:default",
         "_is_default",
         "whether a callback looks at batches",

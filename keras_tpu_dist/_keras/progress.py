@@ -1,7 +1,5 @@
-"""Private names for the position of training: counted steps, backups."""
+"""Private names for the position of training: counted steps, the epoch to begin with."""
 
-import json
-import pathlib
 from typing import Any
 
 from keras.src.backend.common import global_state
@@ -20,47 +18,6 @@ def train_steps_counted(optimizer: Any) -> int:
     if optimizer is None:
         return 0
     return int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
-
-
-def backup_position(backup: Any) -> tuple[int, int]:
-    """The epoch, and the batches done in it, of a BackupAndRestore's backup.
-
-    Args:
-        backup: The callback; if it has saved nothing, both numbers are 0.
-
-    Public replacement: none; Keras writes the batch and never reads it.
-    """
-    metadata = _backup_metadata(backup)
-    place = metadata.get("epoch", 0), metadata.get("batches_done", 0)
-    if not all(type(each) is int and 0 <= each < 2**53 for each in place):
-        raise ValueError(f"the backup was made in epoch {place[0]!r} after {place[1]!r} batches")
-    return place
-
-
-def restore_seeds(backup: Any, model: Any) -> None:
-    """Restores the states of a model's random layers from a backup.
-
-    Args:
-        backup: The callback that saved it; if it has saved nothing, nothing changes.
-        model: The model, with its random layers in the same order as the saved one.
-
-    Public replacement: `Model.load_weights`, if `save_weights` saved that state.
-    """
-    for variable, value in zip(_seeds(model), _backup_metadata(backup).get("seeds", ())):
-        variable.assign(value)
-
-
-def _backup_metadata(backup) -> dict:
-    path = pathlib.Path(backup._training_metadata_path)
-    metadata = json.loads(path.read_text()) if path.exists() else {}
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("seeds", []), list):
-        raise ValueError(f"{path} has another form than a backup's metadata")
-    return metadata
-
-
-def _seeds(model) -> list:
-    saved = {id(variable) for variable in model.weights}
-    return [v for v in model.non_trainable_variables if id(v) not in saved]
 
 
 def begin_at_epoch(model: Any, epoch: int | None) -> None:

@@ -3,16 +3,16 @@
 import os
 
 import jax
-import keras
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint import Checkpoint
-from keras_tpu_dist.callbacks.fit_checkpoints import FIX, FitCheckpoints
-from keras_tpu_dist.checkpoint.store import checkpoint_errors, folder
-from keras_tpu_dist.common.checks import check_flags, is_count, known_words
+from keras_tpu_dist.callbacks.fit_checkpoints import FIX
+from keras_tpu_dist.checkpoint.reader import folder
+from keras_tpu_dist.common.checks import check_flags, checked_path, is_count, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
+
+_WHERE = "Write for example BackupAndRestore('backup')."
 
 
 class BackupAndRestore(Checkpoint):
@@ -22,8 +22,8 @@ class BackupAndRestore(Checkpoint):
     and then trains on the first batches of that epoch again. This one is a `Checkpoint` with
     Keras's arguments. It resumes with the next batch, so the final weights and the history are
     those of a run without interruption. You can resume on any mesh, with any plan and any number of
-    processes. Backups by Keras's callback, or by this one in version 0.1, are loaded if there is no
-    newer one.
+    processes. It does not read what Keras's callback saved: for that, call
+    `model.load_weights("backup/latest.weights.h5")`.
 
     A preempted TPU gets SIGTERM and some seconds. The running launch is finished, also in
     validation. Then the model is saved, and the signal goes to its previous handler, which by
@@ -64,23 +64,25 @@ class BackupAndRestore(Checkpoint):
         delete_checkpoint: bool = True,
         on_sigterm: bool = True,
     ):
-        _check(backup_dir, save_freq)
-        check_flags("BackupAndRestore", double_checkpoint=double_checkpoint)
-        check_flags("BackupAndRestore", delete_checkpoint=delete_checkpoint)
-        check_flags("BackupAndRestore", on_sigterm=on_sigterm)
+        checked_path("BackupAndRestore", _WHERE, backup_dir=backup_dir)
+        if save_freq != "epoch" and not is_count(save_freq, 1):
+            raise value_error(
+                "save_freq is 'epoch' or a number of batches of at least 1.",
+                received={"save_freq": save_freq},
+                fix="Write for example BackupAndRestore('backup', save_freq=500).",
+            )
+        check_flags(
+            "BackupAndRestore",
+            double_checkpoint=double_checkpoint,
+            delete_checkpoint=delete_checkpoint,
+            on_sigterm=on_sigterm,
+        )
         steps = None if isinstance(save_freq, str) else int(save_freq)
         super().__init__(backup_dir, every_steps=steps, keep=2 if double_checkpoint else 1)
-        self.backup_dir = self.directory
-        self.save_freq = save_freq
-        self.double_checkpoint = double_checkpoint
-        self.delete_checkpoint = delete_checkpoint
+        self.backup_dir, self.save_freq = self.directory, save_freq
+        self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
         self._preemption = Preemption(on_sigterm)
         self._ended = False
-
-    def on_train_begin(self, logs=None):
-        """Resumes from the last backup."""
-        self._ended = False
-        super().on_train_begin(logs)
 
     def on_train_end(self, logs=None):
         """Notes that the training has ended."""
@@ -93,43 +95,12 @@ class BackupAndRestore(Checkpoint):
 
     def after_fit(self) -> None:
         """Deletes the backup if the training has ended; other fits keep theirs."""
+        ended, self._ended = self._ended, False
         super().after_fit()
-        if not (self._ended and self.delete_checkpoint):
+        if not (ended and self.delete_checkpoint):
             return
         if jax.process_index() == 0 and folder(self.directory).is_dir():
             folder(self.directory).rmtree()
         # A process that starts a new fit could otherwise find a backup that another one is
         # deleting.
         agree(f"deleting the backup in {self.directory}", FIX, None)
-
-    def _found(self, checkpoints: FitCheckpoints) -> bool:
-        if super()._found(checkpoints):
-            return True
-        if (folder(self.directory) / "latest.weights.h5").exists():
-            self._go_on_as_keras(checkpoints)
-        return False
-
-    def _go_on_as_keras(self, checkpoints: FitCheckpoints) -> None:
-        files = keras.callbacks.BackupAndRestore(self.directory)
-        files.set_model(self._trainer)
-        with checkpoint_errors(self.directory, "read"):
-            epoch, done = _keras.backup_position(files)
-            files.on_train_begin()
-            _keras.restore_seeds(files, self._trainer)
-        checkpoints.place.step = _keras.train_steps_counted(self._trainer.optimizer)
-        checkpoints.begin_after(epoch, done)
-
-
-def _check(backup_dir, save_freq) -> None:
-    if not backup_dir:
-        raise value_error(
-            "backup_dir names a directory.",
-            received={"backup_dir": backup_dir},
-            fix="Write for example BackupAndRestore('backup').",
-        )
-    if save_freq != "epoch" and not is_count(save_freq, 1):
-        raise value_error(
-            "save_freq is 'epoch' or a number of batches of at least 1.",
-            received={"save_freq": save_freq},
-            fix="Write for example BackupAndRestore('backup', save_freq=500).",
-        )

@@ -183,7 +183,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @phases.phase(phases.RESTORE)
     def _resume(self, own: FitCheckpoints) -> None:
-        there = self._found(own)
+        there = own.found()
         if there and not self._options.resume:
             own.take_place_of_others()
         own.run = new_run(FIX)
@@ -197,10 +197,6 @@ class Checkpoint(keras.callbacks.Callback):
         for each in self._all:
             if leader not in (None, each):
                 each.follow(leader)
-
-    def _found(self, checkpoints: FitCheckpoints) -> bool:
-        """Whether there are checkpoints to resume from."""
-        return checkpoints.found()
 
     @property
     def _all(self) -> list[FitCheckpoints]:

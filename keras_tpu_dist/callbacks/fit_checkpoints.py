@@ -154,7 +154,7 @@ class Resumed:
 
     Attributes:
         epoch: The epoch before which the fit starts.
-        manifest: The loaded checkpoint; `None` if another callback, or Keras, loaded it.
+        manifest: The loaded checkpoint; `None` if another callback loaded it.
         history_at_end: The record of a fit that had nothing left to do.
         variables: The model's variables with the loaded values.
         arrays: The arrays of the callbacks' state.
@@ -289,12 +289,13 @@ class FitCheckpoints:
         if done and position is not None and iterator is not None:
             position = position.in_epoch(_keras.known_of_epoch(iterator))
             done = position.done
-        resumed = self.begin_after(training["epoch"], done)
-        if stopped:
-            resumed.history_at_end = training.get("history_at_end")
-            resumed.epoch = fit.epochs
-            _keras.begin_at_epoch(fit.trainer, fit.epochs)
-        resumed.manifest = manifest
+        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
+        _check_loop(fit.control, "Resuming within an epoch needs", fix, batches=done)
+        place.epoch, place.resumed_at = training["epoch"], done
+        epoch = fit.epochs if stopped else place.epoch
+        self.resumed = resumed = Resumed(epoch, manifest)
+        resumed.history_at_end = training.get("history_at_end") if stopped else None
+        _keras.begin_at_epoch(fit.trainer, epoch)
         saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
         values = self.store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
@@ -304,29 +305,11 @@ class FitCheckpoints:
             shuffle_from(position, place.epoch)
         if fit.control is not None:
             fit.control.begin_at = resumed.position
+            fit.control.batches_to_skip = done
         self.run = manifest.run
         if resumed.epoch < fit.epochs:
             logged(self.store.go_on)
         self._log(manifest, resumed)
-
-    def begin_after(self, epoch: int, done: int) -> Resumed:
-        """Lets the fit start where training stopped.
-
-        Args:
-            epoch: The epoch, from 0.
-            done: How many of its batches were trained.
-
-        Raises:
-            ValueError: If there are such batches and no strategy's loop to skip them.
-        """
-        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
-        _check_loop(self.fit.control, "Resuming within an epoch needs", fix, batches=done)
-        self.place.epoch, self.place.resumed_at = epoch, done
-        self.resumed = Resumed(epoch)
-        _keras.begin_at_epoch(self.fit.trainer, epoch)
-        if self.fit.control is not None:
-            self.fit.control.batches_to_skip = done
-        return self.resumed
 
     def follow(self, leader: "FitCheckpoints") -> None:
         """Resumes from the checkpoint that another callback of the fit has loaded.

@@ -1,6 +1,5 @@
 """Training that is killed in the middle of an epoch and goes on ends with the same weights."""
 
-import json
 import pathlib
 import signal
 import subprocess
@@ -84,16 +83,6 @@ def _resumed(backup, n=4, strategy=None, **fit):
     model = built(lambda: build(n), strategy or ktd.TPUStrategy(), seed=7)
     history = model.fit(X, Y, **FIT, callbacks=[backup], **fit)
     return model, history
-
-
-def _resumed_once(backup, fit):
-    model = built(build, ktd.TPUStrategy(), seed=7)
-    return model, model.fit(X, Y, **fit, callbacks=[backup])
-
-
-def _seeds(model):
-    saved = {id(v) for v in model.weights}
-    return [v for v in model.non_trainable_variables if id(v) not in saved]
 
 
 def _steps(folder):
@@ -265,47 +254,10 @@ def test_how_many_are_kept(tmp_path, double):
     assert _steps(tmp_path / "backup") == ([16, 19] if double else [19])
 
 
-@pytest.mark.slow
-def test_a_backup_that_keras_wrote(tmp_path):
-    fit = {**FIT, "epochs": 2}
-    whole = built(build, None)
-    whole.fit(X, Y, **fit)
-    begun = built(build, None)
-    stock = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-    begun.fit(X, Y, **{**fit, "epochs": 1}, callbacks=[stock])
-    model = built(build, ktd.TPUStrategy(), seed=7)
-    # Keras saves no random state.
-    for variable, value in zip(_seeds(model), _seeds(begun)):
-        variable.assign(value.value)
-    history = model.fit(X, Y, **fit, callbacks=[BackupAndRestore(tmp_path / "backup")])
-    assert history.epoch == [1]
-    assert_close(_state(model), _state(whole))
-    assert not (tmp_path / "backup").exists()
-
-
-@pytest.mark.slow
-def test_a_backup_of_version_0_1(tmp_path):
-    """Its files are Keras's, with the batches done and the random state in the metadata."""
-    fit = {**FIT, "epochs": 1}
-    whole = built(build, ktd.TPUStrategy())
-    whole.fit(X, Y, **fit)
-    begun = built(build, ktd.TPUStrategy())
-    begun.fit(X[:32], Y[:32], **fit)
-    (tmp_path / "backup").mkdir()
-    begun.save_weights(tmp_path / "backup/latest.weights.h5")
-    seeds = [v.numpy().tolist() for v in _seeds(begun)]
-    metadata = {"epoch": 0, "batch": 7, "batches_done": 8, "seeds": seeds}
-    (tmp_path / "backup/training_metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match=r"within an epoch needs the loop.*batches=8"):
-        built(build, None).fit(X, Y, **fit, callbacks=[BackupAndRestore(tmp_path / "backup")])
-    model, _ = _resumed_once(BackupAndRestore(tmp_path / "backup"), fit)
-    assert_close(_state(model), _state(whole))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("",), "backup_dir names a directory"),
+        (("",), "backup_dir of BackupAndRestore is a path"),
         (("backup", "epochs"), "save_freq is 'epoch' or a number of batches.*'epochs'"),
         (("backup", 0), "save_freq is 'epoch' or a number of batches.*0"),
     ],

@@ -316,17 +316,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         fails(tmp_path / name, "not a regular file")
 
 
-def test_an_old_backup_of_another_form(tmp_path):
-    folder = tmp_path / "backup"
-    folder.mkdir()
-    made("stock").save_weights(folder / "latest.weights.h5")
-    for text in ("[" * 10**5, "[1]", '{"epoch": "x"}', '{"seeds": 3}', '{"epoch": -1}'):
-        (folder / "training_metadata.json").write_text(text)
-        model = made("stock")
-        with pytest.raises(ktd.CheckpointError, match=r"cannot be read.*Received: "):
-            model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.BackupAndRestore(folder)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["orbax", "keras"])
 def test_reading_does_nothing_else(kind, tmp_path):
