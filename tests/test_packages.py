@@ -56,7 +56,7 @@ PACKAGES = {
         "programs.partitioner",
         "programs.tables",
     },
-    "checkpoint": {*BASE, "input", "processes", "show", "training"},
+    "checkpoint": {*BASE, "input", "layers", "processes", "show", "training"},
     "replica": {*BASE, "input", "processes", "programs", "programs.partitioner", "training"},
     "callbacks": {
         *BASE,

@@ -1,6 +1,5 @@
 """Replaces Keras's recurrent layers, and mixtures of experts, by faster ones."""
 
-import tempfile
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ from keras import tree
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.layers.beside import give_beside, has_more, values_beside
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.experts import route_experts
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
@@ -68,9 +68,11 @@ def convert(model):
     if not clone.built:
         clone.build_from_config(build)
     _repeat_changes(model, clone)
-    _copy_beside_variables(model, clone)
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
+    for before, after in zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)):
+        if has_more(before):
+            give_beside(after, values_beside(before), f"model {model.name!r}")
     _copy_what_is_written(model, clone)
     route_experts(clone)
     if compiled:
@@ -172,24 +174,6 @@ def _copy(sources, targets, model):
         # A train step donates its model's arrays; if they were shared, the other model would lose
         # them.
         target.assign(jnp.copy(source.value))
-
-
-def _copy_beside_variables(model, clone):
-    """Copies what layers hold beside variables: what `adapt` found, vocabularies, a user's own.
-
-    It goes through the layers' own methods for files, with variables and then assets, as Keras's
-    files do.
-    """
-    for before, after in zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)):
-        of_keras = type(before).load_own_variables.__module__.split(".")[0] == "keras"
-        if not of_keras or hasattr(before, "finalize_state"):
-            store = {}
-            before.save_own_variables(store)
-            after.load_own_variables(store)
-        if hasattr(before, "save_assets"):
-            with tempfile.TemporaryDirectory() as folder:
-                before.save_assets(folder)
-                after.load_assets(folder)
 
 
 def _copy_what_is_written(model, clone):

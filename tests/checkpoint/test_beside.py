@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.beside import layers_with_more
+from keras_tpu_dist.layers.beside import layers_with_more
 
 MESH = {"data": 4, "model": 2}
 X = np.random.default_rng(0).normal(3.0, 2.0, (13, 6)).astype("float32")
