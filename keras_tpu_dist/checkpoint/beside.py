@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, numbered
 from keras_tpu_dist.layers.beside import (
