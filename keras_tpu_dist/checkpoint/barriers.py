@@ -16,7 +16,7 @@ import jax
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import check_form
 
@@ -158,7 +158,7 @@ def in_all(
         raise CheckpointError(f"In {reason}")
     fix = "Give a directory on storage that all processes share." if outcome == _DIFFERENT else FIX
     rule = "All processes must read the same checkpoint."
-    raise ValueError(message(rule, received=f"{reason} ({what}).", fix=fix)) from error
+    raise value_error(rule, received=f"{reason} ({what}).", fix=fix) from error
 
 
 def from_first(what: str, read: Callable[[], _Read], form: Any, *, alone: bool = False) -> _Read:

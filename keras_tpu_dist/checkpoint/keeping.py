@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_tpu_dist.checkpoint.manifest import CheckpointError
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.checkpoint.manifest import checkpoint_error
 from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -394,13 +393,10 @@ class Lock:
                 who = f"{who}, this process,"
                 fix = "or end the other use first: a fit ends by itself, a LoopCheckpoint with its "
                 fix += "`with` block or by close()."
-            raise CheckpointError(
-                message(
-                    "Only one fit at a time can write into a directory of checkpoints.",
-                    received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
-                    fix="Use a different directory for every run and every Checkpoint of a fit, "
-                    + fix,
-                )
+            raise checkpoint_error(
+                "Only one fit at a time can write into a directory of checkpoints.",
+                received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
+                fix="Use a different directory for every run and every Checkpoint of a fit, " + fix,
             ) from None
         except OSError as error:
             logger.warning(

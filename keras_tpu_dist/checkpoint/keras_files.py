@@ -35,7 +35,7 @@ from keras_tpu_dist.checkpoint.reader import (
     orbax,
 )
 from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.patterns import matches
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -190,19 +190,17 @@ def _chosen(
             + ("" if saved[n] != tuple(weights[n].shape) else f" {dtypes[n]}")
             for n in reshaped
         ]
-        raise ValueError(
-            message(
-                f"The file {name!r} must have exactly the weights of this model.",
-                received="; ".join(
-                    [
-                        *unmatched_text([weights[n].path for n in missing], unexpected),
-                        *(f"of another shape or dtype: {words}" for words in shapes),
-                    ]
-                )
-                + ".",
-                fix="Pass exclude=[...] to leave weights unchanged, or strict=False to load only "
-                "matching weights.",
+        raise value_error(
+            f"The file {name!r} must have exactly the weights of this model.",
+            received="; ".join(
+                [
+                    *unmatched_text([weights[n].path for n in missing], unexpected),
+                    *(f"of another shape or dtype: {words}" for words in shapes),
+                ]
             )
+            + ".",
+            fix="Pass exclude=[...] to leave weights unchanged, or strict=False to load only "
+            "matching weights.",
         )
     whole = not (missing or reshaped or kept)
     optimizer = _optimizer_that_fits(model, saved, name) if whole else {}

@@ -22,7 +22,7 @@ from keras_tpu_dist.checkpoint.compiled import (
     has_trained,
     is_saved,
 )
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.manifest import Manifest, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -41,7 +41,7 @@ from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
 from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path, known_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING
@@ -64,13 +64,10 @@ def _while_open(method: Callable) -> Callable:
     def guarded(self, *args, **kwargs):
         with self._turn:
             if self._is_closed:
-                raise CheckpointError(
-                    message(
-                        "A LoopCheckpoint that was closed saves and restores nothing.",
-                        received=f"{method.__name__} for {self._store.directory!r}, "
-                        f"{self._is_closed}.",
-                        fix="Make a new LoopCheckpoint, and use that one alone.",
-                    )
+                raise checkpoint_error(
+                    "A LoopCheckpoint that was closed saves and restores nothing.",
+                    received=f"{method.__name__} for {self._store.directory!r}, {self._is_closed}.",
+                    fix="Make a new LoopCheckpoint, and use that one alone.",
                 )
             return method(self, *args, **kwargs)
 
@@ -188,13 +185,11 @@ class LoopCheckpoint:
         check_counts("LoopCheckpoint.save", 0, step=step)
         wrong = {name: value for name, value in numbers.items() if not isinstance(value, _Plain)}
         if wrong:
-            raise ValueError(
-                message(
-                    "Only numbers and texts can be saved besides the objects.",
-                    received=wrong,
-                    fix="Write for example save(step, epoch=3); for arrays, pass a keras.Variable "
-                    "to LoopCheckpoint.",
-                )
+            raise value_error(
+                "Only numbers and texts can be saved besides the objects.",
+                received=wrong,
+                fix="Write for example save(step, epoch=3); for arrays, pass a keras.Variable "
+                "to LoopCheckpoint.",
             )
         self._run = self._run or new_run(_FIX)
         positions = self._parts.positions()
@@ -332,13 +327,11 @@ class _Parts:
         known = [*self.models, *self.optimizers, *self.datasets, *self.others]
         wrong = [item for item in objects if not any(item is one for one in known)]
         if wrong or not objects:
-            raise ValueError(
-                message(
-                    "LoopCheckpoint takes models, optimizers, metrics, variables, seed generators "
-                    "and what strategy.distribute_dataset returned.",
-                    received={"objects": wrong[0] if wrong else ()},
-                    fix=_WHERE,
-                )
+            raise value_error(
+                "LoopCheckpoint takes models, optimizers, metrics, variables, seed generators "
+                "and what strategy.distribute_dataset returned.",
+                received={"objects": wrong[0] if wrong else ()},
+                fix=_WHERE,
             )
         for dataset in self.datasets:
             dataset.keep_position()
@@ -483,13 +476,11 @@ class _Parts:
         if not unbuilt:
             return
         if len(self.optimizers) > 1 or len(self.models) != 1:
-            raise ValueError(
-                message(
-                    "An optimizer must know its weights before it is loaded.",
-                    received=f"{len(unbuilt)} optimizers that are not built, and "
-                    f"{len(self.models)} models.",
-                    fix="Call optimizer.build(model.trainable_variables) in strategy.scope().",
-                )
+            raise value_error(
+                "An optimizer must know its weights before it is loaded.",
+                received=f"{len(unbuilt)} optimizers that are not built, and "
+                f"{len(self.models)} models.",
+                fix="Call optimizer.build(model.trainable_variables) in strategy.scope().",
             )
         member = membership.of_model(self.models[0])
         with contextlib.nullcontext() if member is None else member.strategy.scope():
@@ -532,12 +523,10 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
     )
     if isinstance(numbers, dict) and isinstance(positions, list) and plain and placed:
         return numbers, positions
-    raise CheckpointError(
-        message(
-            f"Checkpoint {step} of {directory!r} has no position of a loop.",
-            received=f"a manifest with {sorted(training)}.",
-            fix="Load the weights alone: ktd.restore(model, directory).",
-        )
+    raise checkpoint_error(
+        f"Checkpoint {step} of {directory!r} has no position of a loop.",
+        received=f"a manifest with {sorted(training)}.",
+        fix="Load the weights alone: ktd.restore(model, directory).",
     )
 
 

@@ -55,6 +55,19 @@ class CheckpointError(RuntimeError):
     """
 
 
+def checkpoint_error(
+    rule: str, *, received: Mapping[str, object] | str, fix: str
+) -> CheckpointError:
+    """A `CheckpointError` to raise. See `common.errors.message`.
+
+    Args:
+        rule: The rule that was broken, as a sentence.
+        received: What was found, or a sentence.
+        fix: The correction, as a sentence.
+    """
+    return CheckpointError(message(rule, received=received, fix=fix))
+
+
 @dataclass(frozen=True)
 class Saved:
     """One array of a checkpoint.
@@ -144,32 +157,26 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
             another step.
     """
     if not isinstance(data, Mapping) or "arrays" not in data:
-        raise CheckpointError(
-            message(
-                f"{where} has no manifest of keras_tpu_dist.",
-                received={"manifest": type(data).__name__},
-                fix=_OTHER,
-            )
+        raise checkpoint_error(
+            f"{where} has no manifest of keras_tpu_dist.",
+            received={"manifest": type(data).__name__},
+            fix=_OTHER,
         )
     try:
         _check_version(data, where)
         _check(data)
     except (_InvalidError, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            message(
-                f"{where} is damaged: its manifest is invalid.",
-                received=f"{error}.",
-                fix=_OTHER,
-            )
+        raise checkpoint_error(
+            f"{where} is damaged: its manifest is invalid.",
+            received=f"{error}.",
+            fix=_OTHER,
         ) from error
     own = data["training"].get("step", step)
     if step is not None and own != step:
-        raise CheckpointError(
-            message(
-                f"{where} is that of another step: its directory was renamed.",
-                received={"name": step, "step in the manifest": own},
-                fix=f"Rename it to {own}.",
-            )
+        raise checkpoint_error(
+            f"{where} is that of another step: its directory was renamed.",
+            received={"name": step, "step in the manifest": own},
+            fix=f"Rename it to {own}.",
         )
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
     return Manifest(arrays, data["training"], data["written"], frozenset(data["automatic"]))
@@ -181,20 +188,16 @@ def _check_version(data: Mapping, where: str) -> None:
     if version > VERSION:
         written = data.get("written")
         by = written.get("keras_tpu_dist") if isinstance(written, Mapping) else None
-        raise CheckpointError(
-            message(
-                f"{where} was written by a newer keras_tpu_dist.",
-                received={"written by": by, "version": version, "known up to": VERSION},
-                fix="Update keras_tpu_dist to read it.",
-            )
+        raise checkpoint_error(
+            f"{where} was written by a newer keras_tpu_dist.",
+            received={"written by": by, "version": version, "known up to": VERSION},
+            fix="Update keras_tpu_dist to read it.",
         )
     if data.get("crc32") != _crc32({key: value for key, value in data.items() if key != "crc32"}):
-        raise CheckpointError(
-            message(
-                f"{where} is damaged: its manifest was changed since it was written.",
-                received={"crc32": data.get("crc32")},
-                fix=_OTHER,
-            )
+        raise checkpoint_error(
+            f"{where} is damaged: its manifest was changed since it was written.",
+            received={"crc32": data.get("crc32")},
+            fix=_OTHER,
         )
 
 
@@ -228,12 +231,10 @@ def check_name(path: str) -> None:
         path: The path of an array.
     """
     if not _is_name(path):
-        raise CheckpointError(
-            message(
-                f"A path in a checkpoint has at most {_LONGEST_NAME:,} characters.",
-                received={"path": f"{path[:60]}...", "characters": len(path)},
-                fix="Give the model and its layers shorter names.",
-            )
+        raise checkpoint_error(
+            f"A path in a checkpoint has at most {_LONGEST_NAME:,} characters.",
+            received={"path": f"{path[:60]}...", "characters": len(path)},
+            fix="Give the model and its layers shorter names.",
         )
 
 

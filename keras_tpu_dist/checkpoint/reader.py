@@ -21,9 +21,15 @@ from keras_tpu_dist.checkpoint.keeping import (
     of_other_runs,
     whole_steps,
 )
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
+from keras_tpu_dist.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Saved,
+    checkpoint_error,
+    from_json,
+)
 from keras_tpu_dist.checkpoint.names import named_state
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.processes.encoding import ListOf
@@ -61,12 +67,10 @@ class CheckpointReader:
         self._root = folder(directory)
         self.directory, self.alone = absolute_path(directory), alone
         if is_local(self.directory) and not os.path.isdir(self.directory):
-            raise CheckpointError(
-                message(
-                    f"There is no directory {self.directory!r}.",
-                    received={"directory": os.fspath(directory)},
-                    fix="Pass the directory of callbacks.Checkpoint.",
-                )
+            raise checkpoint_error(
+                f"There is no directory {self.directory!r}.",
+                received={"directory": os.fspath(directory)},
+                fix="Pass the directory of callbacks.Checkpoint.",
             )
         # With what tells whether the manifest was written again.
         self._looked_at: dict[int, tuple[Any, Known]] = {}
@@ -169,12 +173,10 @@ class CheckpointReader:
         steps = from_first(what, read, ListOf(int), alone=self.alone)
         if step is None or step in steps:
             return steps if step is None else [step]
-        raise CheckpointError(
-            message(
-                f"There is no checkpoint {step} in {self.directory!r}.",
-                received={"step": step},
-                fix=f"There are: {steps}.",
-            )
+        raise checkpoint_error(
+            f"There is no checkpoint {step} in {self.directory!r}.",
+            received={"step": step},
+            fix=f"There are: {steps}.",
         )
 
     def agreed_manifest(self, step: int) -> Manifest:
@@ -262,13 +264,11 @@ class CheckpointReader:
         found = fingerprints(arrays)
         wrong = [array.entry.path for array, n in zip(saved, found) if array.fingerprint != n]
         if wrong:
-            raise CheckpointError(
-                message(
-                    f"Checkpoint {step} of {self.directory!r} is damaged.",
-                    received="values that differ from the saved ones for "
-                    f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}.",
-                    fix=_OTHER,
-                )
+            raise checkpoint_error(
+                f"Checkpoint {step} of {self.directory!r} is damaged.",
+                received="values that differ from the saved ones for "
+                f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}.",
+                fix=_OTHER,
             )
 
 
@@ -311,12 +311,10 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
         # It may be a group, because Orbax reads arrays concurrently; the first error has cancelled
         # the others.
         which = "A checkpoint" if step is None else f"Checkpoint {step}"
-        raise CheckpointError(
-            message(
-                f"{which} of {directory!r} cannot be {what}.",
-                received=f"{reason_of(error)}.",
-                fix=_OTHER if what == "read" else LOOK,
-            )
+        raise checkpoint_error(
+            f"{which} of {directory!r} cannot be {what}.",
+            received=f"{reason_of(error)}.",
+            fix=_OTHER if what == "read" else LOOK,
         ) from error
 
 
@@ -326,12 +324,10 @@ def none_in(directory: str) -> CheckpointError:
     Args:
         directory: The directory.
     """
-    return CheckpointError(
-        message(
-            f"There is no checkpoint in {directory!r}.",
-            received={"directory": directory},
-            fix="Pass the directory of callbacks.Checkpoint.",
-        )
+    return checkpoint_error(
+        f"There is no checkpoint in {directory!r}.",
+        received={"directory": directory},
+        fix="Pass the directory of callbacks.Checkpoint.",
     )
 
 
@@ -354,13 +350,11 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
         chunk = tuple(getattr(getattr(found, "storage", None), "chunk_shape", None) or ())
         fits = all(0 < part <= size for part, size in zip(chunk, shape))
         if shape != entry.shape or str(getattr(found, "dtype", "")) != entry.dtype or not fits:
-            raise ValueError(
-                message(
-                    "Arrays must be stored as in the manifest, in chunks no larger than the array.",
-                    received={"path": entry.path, "manifest": entry.shape, "stored": shape}
-                    | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
-                    fix="Load another checkpoint.",
-                )
+            raise value_error(
+                "Arrays must be stored as in the manifest, in chunks no larger than the array.",
+                received={"path": entry.path, "manifest": entry.shape, "stored": shape}
+                | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
+                fix="Load another checkpoint.",
             )
 
 
@@ -382,12 +376,10 @@ def check_files(directory: str, name: str) -> None:
         for name in names:
             status = os.stat(os.path.join(path, name))
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES_OF_A_DESCRIPTION:
-                raise ValueError(
-                    message(
-                        "The files that describe a checkpoint must have at most 64 MiB.",
-                        received={"file": os.path.join(path, name), "bytes": status.st_size},
-                        fix="Load another checkpoint.",
-                    )
+                raise value_error(
+                    "The files that describe a checkpoint must have at most 64 MiB.",
+                    received={"file": os.path.join(path, name), "bytes": status.st_size},
+                    fix="Load another checkpoint.",
                 )
 
 
@@ -481,20 +473,16 @@ def folder(directory: str | os.PathLike) -> Any:
     try:
         path = epath.Path(where)
     except KeyError:
-        raise CheckpointError(
-            message(
-                "Checkpoints are in a folder, or in a bucket.",
-                received={"directory": where},
-                fix="Write a path, such as /runs/7 or ~/runs/7, or gs://bucket/runs/7.",
-            )
+        raise checkpoint_error(
+            "Checkpoints are in a folder, or in a bucket.",
+            received={"directory": where},
+            fix="Write a path, such as /runs/7 or ~/runs/7, or gs://bucket/runs/7.",
         ) from None
     if os.path.islink(where) and not os.path.exists(where):
-        raise CheckpointError(
-            message(
-                "A folder of checkpoints must not be a link to nothing.",
-                received={"directory": where, "link to": os.readlink(where)},
-                fix="Create the folder that the link names, or remove the link.",
-            )
+        raise checkpoint_error(
+            "A folder of checkpoints must not be a link to nothing.",
+            received={"directory": where, "link to": os.readlink(where)},
+            fix="Create the folder that the link names, or remove the link.",
         )
     return path
 

@@ -28,7 +28,7 @@ from keras_tpu_dist.checkpoint.keras_files import (
     is_file_of_keras,
     load_file,
 )
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -45,7 +45,7 @@ from keras_tpu_dist.checkpoint.names import (
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
@@ -163,12 +163,10 @@ def load_newest(
 def _check_has(manifest: Manifest, needs: tuple[str, ...], where: str) -> None:
     lacking = [name for name in needs if name not in manifest.training]
     if lacking:
-        raise CheckpointError(
-            message(
-                f"{where} has no state of a fit.",
-                received=f"a manifest without {', '.join(lacking)}.",
-                fix="Load the weights alone: ktd.restore(model, directory).",
-            )
+        raise checkpoint_error(
+            f"{where} has no state of a fit.",
+            received=f"a manifest without {', '.join(lacking)}.",
+            fix="Load the weights alone: ktd.restore(model, directory).",
         )
 
 
@@ -249,12 +247,10 @@ def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, 
             except CheckpointError as error:
                 if not done:
                     raise
-                raise CheckpointError(
-                    message(
-                        "A state above 128 MiB is loaded in groups, and one of them failed.",
-                        received=f"{error!s} {done} of {len(chosen)} variables were loaded before.",
-                        fix="Load another checkpoint before you use the model.",
-                    )
+                raise checkpoint_error(
+                    "A state above 128 MiB is loaded in groups, and one of them failed.",
+                    received=f"{error!s} {done} of {len(chosen)} variables were loaded before.",
+                    fix="Load another checkpoint before you use the model.",
                 ) from error
             for (_, variable), value in zip(group, values):
                 variable.assign(value)
@@ -425,12 +421,10 @@ def _checked_pairs(
         pairs = tuple(rename.items() if isinstance(rename, Mapping) else rename)
     for pair in pairs:
         if not _is_renaming(pair):
-            raise ValueError(
-                message(
-                    "rename needs pairs of a regular expression and its replacement.",
-                    received={"rename": rename},
-                    fix='Write for example rename=[("^old/", "new/")].',
-                )
+            raise value_error(
+                "rename needs pairs of a regular expression and its replacement.",
+                received={"rename": rename},
+                fix='Write for example rename=[("^old/", "new/")].',
             )
     return pairs
 
@@ -448,21 +442,17 @@ def _is_renaming(pair: Any) -> bool:
 
 def _check_of_files(step: int | None, rename: tuple) -> None:
     if step is not None or rename:
-        raise ValueError(
-            message(
-                "A Keras file has one state, and identifies variables by the model's structure.",
-                received={"step": step, "rename": rename},
-                fix="Leave both out.",
-            )
+        raise value_error(
+            "A Keras file has one state, and identifies variables by the model's structure.",
+            received={"step": step, "rename": rename},
+            fix="Leave both out.",
         )
 
 
 def _check_built(model: Any) -> None:
     if not _keras.is_built(model):
-        raise ValueError(
-            message(
-                "restore needs a built model.",
-                received=f"{model.name!r}, which is not built.",
-                fix="Add a keras.Input, or call model.build(input_shape).",
-            )
+        raise value_error(
+            "restore needs a built model.",
+            received=f"{model.name!r}, which is not built.",
+            fix="Add a keras.Input, or call model.build(input_shape).",
         )

@@ -33,7 +33,7 @@ from keras_tpu_dist.checkpoint.keeping import (
     settle,
     staying,
 )
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, checkpoint_error
 from keras_tpu_dist.checkpoint.reader import (
     ARRAYS,
     LOOK,
@@ -45,7 +45,6 @@ from keras_tpu_dist.checkpoint.reader import (
     reason_of,
     runs_text,
 )
-from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.processes.channel import agree
 
@@ -230,7 +229,7 @@ class Store(CheckpointReader):
                 raise own
         if reason is not None:
             rule = f"Checkpoint {step} of {self.directory!r} cannot be written."
-            raise CheckpointError(message(rule, received=f"{reason}.", fix=LOOK))
+            raise checkpoint_error(rule, received=f"{reason}.", fix=LOOK)
 
     def _delete_others(self) -> None:
         """Deletes what is not to be kept, and sets other runs aside: this one has a checkpoint."""
@@ -455,11 +454,9 @@ def _check_path(directory: str) -> None:
     # Orbax finds the parts of a checkpoint by glob patterns, which would fail with such a path.
     found = sorted(set("[]*?") & set(directory))
     if found:
-        raise CheckpointError(
-            message(
-                "The path of a checkpoint directory must not contain [ ] * ?: Orbax takes them for "
-                "a pattern, and cannot read its own files there.",
-                received={"directory": directory},
-                fix="Use another name.",
-            )
+        raise checkpoint_error(
+            "The path of a checkpoint directory must not contain [ ] * ?: Orbax takes them for "
+            "a pattern, and cannot read its own files there.",
+            received={"directory": directory},
+            fix="Use another name.",
         )

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 
 # These layers write their variables, with LoRA merged into them, and keep nothing else.
@@ -190,14 +190,12 @@ def taking(layer: Any, where: str) -> Iterator[list]:
     try:
         yield changed
     except Exception as error:
-        raise ValueError(
-            message(
-                f"Layer {layer.name!r} does not take what it keeps beside its variables.",
-                received=f"{type(error).__name__}: {error} ({where}).",
-                fix="Give the layer the arguments that it had when it was saved, or let its "
-                "load_own_variables and load_assets take what save_own_variables and save_assets "
-                "write.",
-            )
+        raise value_error(
+            f"Layer {layer.name!r} does not take what it keeps beside its variables.",
+            received=f"{type(error).__name__}: {error} ({where}).",
+            fix="Give the layer the arguments that it had when it was saved, or let its "
+            "load_own_variables and load_assets take what save_own_variables and save_assets "
+            "write.",
         ) from error
     now = _attributes(layer)
     if before.keys() != now.keys() or not all(_same(now[name], before[name]) for name in now):
