@@ -15,7 +15,10 @@ import keras_tpu_dist as ktd
         (lambda s, v: ktd.convert(v), r"convert needs a model.*model={}"),
         (lambda s, v: ktd.search(v, "v5e:2x4"), r"A search takes a function.*build={}"),
         (lambda s, v: ktd.LayoutRules(v), r"LayoutRules takes \(pattern, axes\) pairs.*rules={}"),
-        (lambda s, v: ktd.callbacks.Checkpoint(v), r"Checkpoint needs a directory.*directory={}"),
+        (
+            lambda s, v: ktd.callbacks.Checkpoint(v),
+            r"of Checkpoint is a path.*directory={}",
+        ),
     ],
 )
 @pytest.mark.parametrize("value", [None, 5])
@@ -25,5 +28,5 @@ def test_none_or_a_number_is_an_error_that_names_the_argument(asked, words, valu
 
 
 def test_an_empty_directory():
-    with pytest.raises(ValueError, match=r"Checkpoint needs a directory.*directory=''"):
+    with pytest.raises(ValueError, match=r"directory of Checkpoint is a path.*directory=''"):
         ktd.callbacks.Checkpoint("")

@@ -7,12 +7,17 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
+from keras_tpu_dist.callbacks.checkpoint_options import (
+    CheckpointOptions,
+    SaveWhen,
+    directory_of,
+    keep_of,
+)
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
 from keras_tpu_dist.common import phases
-from keras_tpu_dist.common.checks import known_words
+from keras_tpu_dist.common.checks import check_seconds, known_words
 from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
 from keras_tpu_dist.training.membership import fit_in_training
@@ -100,19 +105,14 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
         self._options = CheckpointOptions(
-            directory=directory,
-            every_steps=every_steps,
-            every_minutes=every_minutes,
-            every_epochs=every_epochs,
-            keep=keep,
-            monitor=monitor,
-            mode=mode,
-            asynchronous=asynchronous,
-            resume=resume,
-            overwrite=overwrite,
-            grace_s=grace_s,
-            keep_every_hours=keep_every_hours,
+            directory_of(directory),
+            SaveWhen(every_steps, every_minutes, every_epochs),
+            keep_of(keep, monitor, mode, keep_every_hours),
+            asynchronous,
+            resume,
+            overwrite,
         )
+        check_seconds("Checkpoint", grace_s=grace_s)
         self.directory = self._options.path
         # The running fit, from its start to its end.
         self.checkpoints: FitCheckpoints | None = None
@@ -125,7 +125,8 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def monitor(self) -> str | None:
         """The name in the logs that decides which checkpoint is best."""
-        return None if self._options.best is None else self._options.best[0]
+        best = self._options.keep.best
+        return None if best is None else best[0]
 
     @property
     def steps(self) -> list[int]:

@@ -1,134 +1,115 @@
-"""The options of `Checkpoint`, checked on creation."""
+"""What a `Checkpoint` does: its arguments, checked."""
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_flags, check_seconds, is_count
+from keras_tpu_dist.checkpoint.keeping import Keep
+from keras_tpu_dist.common.checks import check_counts, check_flags, check_seconds, checked_path
 from keras_tpu_dist.common.errors import value_error
-from keras_tpu_dist.processes.preemption import GRACE_S
+
+
+@dataclass(frozen=True)
+class SaveWhen:
+    """When a fit saves, besides its end. `None` for an interval that does not count.
+
+    Attributes:
+        every_steps: Train steps between two checkpoints.
+        every_minutes: Minutes between two checkpoints.
+        every_epochs: Epochs between two checkpoints; 1 if no other interval is given.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    every_epochs: int | None = None
+
+    def __post_init__(self):
+        counts = {"every_steps": self.every_steps, "every_epochs": self.every_epochs}
+        check_counts("Checkpoint", **_given(counts))
+        check_seconds("Checkpoint", "minutes", **_given({"every_minutes": self.every_minutes}))
+        if (self.every_steps, self.every_minutes, self.every_epochs) == (None, None, None):
+            object.__setattr__(self, "every_epochs", 1)
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
     """The arguments of `Checkpoint`; see there.
 
+    Attributes:
+        path: The directory.
+        when: When it saves.
+        keep: Which checkpoints stay.
+        asynchronous: See `Checkpoint`.
+        resume: See `Checkpoint`.
+        overwrite: See `Checkpoint`.
+
     Raises:
         ValueError: If an argument has the wrong type or value.
     """
 
-    directory: Any
-    every_steps: int | None = None
-    every_minutes: float | None = None
-    every_epochs: int | None = None
-    keep: int | None = 3
-    monitor: str | None = None
-    mode: str = "auto"
+    path: str
+    when: SaveWhen
+    keep: Keep
     asynchronous: bool = True
     resume: bool = True
     overwrite: bool = False
-    grace_s: float = GRACE_S
-    keep_every_hours: float | None = None
 
     def __post_init__(self):
-        _check_intervals(self)
-        check_flags(
-            "Checkpoint",
-            asynchronous=self.asynchronous,
-            resume=self.resume,
-            overwrite=self.overwrite,
-        )
-        _check_monitor(self.monitor)
-        _check_hours(self.keep_every_hours)
-        check_seconds("Checkpoint", grace_s=self.grace_s)
-        _check_directory(self.directory)
-
-    @property
-    def path(self) -> str:
-        """The directory as text."""
-        return os.fspath(self.directory)
-
-    @property
-    def epochs_between(self) -> int | None:
-        """Epochs between two checkpoints: 1 if no other interval is given."""
-        given = (self.every_steps, self.every_minutes, self.every_epochs)
-        return 1 if given == (None, None, None) else self.every_epochs
-
-    @property
-    def seconds_between(self) -> float | None:
-        """Seconds between two checkpoints."""
-        return None if self.every_minutes is None else 60 * self.every_minutes
-
-    @property
-    def seconds_kept(self) -> float | None:
-        """Seconds between the checkpoints that `keep_every_hours` keeps."""
-        return None if self.keep_every_hours is None else 3600.0 * self.keep_every_hours
-
-    @property
-    def best(self) -> tuple[str, str] | None:
-        """The monitored name, and whether its best value is the `"min"` or the `"max"`.
-
-        Example:
-
-        >>> CheckpointOptions("checkpoints", monitor="val_accuracy").best
-        ('val_accuracy', 'max')
-        """
-        if self.monitor is None:
-            return None
-        if self.mode != "auto":
-            return self.monitor, self.mode
-        largest = any(part in self.monitor for part in ("acc", "auc", "f1"))
-        return self.monitor, "max" if largest else "min"
+        flags = {"asynchronous": self.asynchronous, "resume": self.resume}
+        check_flags("Checkpoint", **flags, overwrite=self.overwrite)
 
 
-def _check_intervals(options: CheckpointOptions) -> None:
-    counts = {name: getattr(options, name) for name in ("every_steps", "every_epochs", "keep")}
-    wrong: dict[str, Any] = {
-        n: v for n, v in counts.items() if v is not None and not is_count(v, 1)
-    }
-    minutes, mode = options.every_minutes, options.mode
-    if minutes is not None and not _is_positive(minutes):
-        wrong["every_minutes"] = minutes
-    if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
-        wrong["mode"] = mode
-    if wrong:
-        raise value_error(
-            "every_steps, every_epochs and keep are whole numbers of at least 1, every_minutes "
-            "is above 0, mode is 'auto', 'min' or 'max'.",
-            received=wrong,
-            fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
-        )
+def directory_of(directory: Any) -> str:
+    """The directory of a `Checkpoint`, checked.
+
+    Args:
+        directory: The argument.
+
+    Raises:
+        ValueError: If it is no path.
+    """
+    where = 'Write for example Checkpoint("checkpoints", every_steps=500).'
+    checked_path("Checkpoint", where, directory=directory)
+    return os.fspath(directory)
 
 
-def _check_monitor(monitor: Any) -> None:
+def keep_of(keep: Any, monitor: Any, mode: Any, keep_every_hours: Any) -> Keep:
+    """Which checkpoints stay, by the arguments of `Checkpoint`.
+
+    Args:
+        keep: See `Checkpoint`.
+        monitor: See `Checkpoint`.
+        mode: See `Checkpoint`.
+        keep_every_hours: See `Checkpoint`.
+
+    Raises:
+        ValueError: If an argument has the wrong type or value.
+
+    Example:
+
+    >>> keep_of(2, "val_accuracy", "auto", 6)
+    Keep(newest=2, best=('val_accuracy', 'max'), every_s=21600)
+    """
+    check_counts("Checkpoint", **_given({"keep": keep}))
+    check_seconds("Checkpoint", "hours", **_given({"keep_every_hours": keep_every_hours}))
     if monitor is not None and not (isinstance(monitor, str) and monitor):
         raise value_error(
             "monitor is a name in the logs of epochs, or None.",
             received={"monitor": monitor},
             fix='Write for example monitor="val_loss".',
         )
-
-
-def _check_hours(hours: Any) -> None:
-    if hours is not None and not _is_positive(hours):
+    if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         raise value_error(
-            "keep_every_hours is a number of hours above 0, or None.",
-            received={"keep_every_hours": hours},
-            fix="Write for example keep_every_hours=6.",
+            "mode is 'auto', 'min' or 'max'.",
+            received={"mode": mode},
+            fix='Write for example mode="min".',
         )
+    if mode == "auto":
+        is_largest = monitor is not None and any(part in monitor for part in ("acc", "auc", "f1"))
+        mode = "max" if is_largest else "min"
+    best = None if monitor is None else (monitor, mode)
+    return Keep(keep, best, None if keep_every_hours is None else 3600 * keep_every_hours)
 
 
-def _check_directory(directory: Any) -> None:
-    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise value_error(
-            "Checkpoint needs a directory.",
-            received={"directory": directory},
-            fix='Write for example Checkpoint("checkpoints", every_steps=500).',
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}

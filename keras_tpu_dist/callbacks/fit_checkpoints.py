@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
+from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions, SaveWhen
 from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.states import (
     Standing,
@@ -102,13 +102,13 @@ class Due:
     """When the next checkpoint of a fit is due.
 
     Attributes:
-        options: The options of the `Checkpoint`.
+        when: When to save.
         steps: Train steps since the last checkpoint.
         launches: Launches of the fit.
         saved_at_s: When the last checkpoint was saved, or the fit started.
     """
 
-    options: CheckpointOptions
+    when: SaveWhen
     steps: int = 0
     launches: int = 0
     saved_at_s: float = field(default_factory=time.monotonic)
@@ -128,14 +128,14 @@ class Due:
 
     def within_epoch(self) -> bool:
         """Whether a checkpoint is due after this launch, the same in all processes."""
-        every_steps, every_s = self.options.every_steps, self.options.seconds_between
+        every_steps, every_minutes = self.when.every_steps, self.when.every_minutes
         if every_steps is not None and self.steps >= every_steps:
             return True
-        if every_s is None:
+        if every_minutes is None:
             return False
         if self.launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
             return False
-        due = time.monotonic() - self.saved_at_s >= every_s
+        due = time.monotonic() - self.saved_at_s >= 60 * every_minutes
         return agree("looking at the clock of process 0", FIX, due, bool)[0]
 
     def after_epochs(self, epochs: int) -> bool:
@@ -144,7 +144,7 @@ class Due:
         Args:
             epochs: The number of epochs.
         """
-        every = self.options.epochs_between
+        every = self.when.every_epochs
         return every is not None and epochs % every == 0
 
 
@@ -195,21 +195,15 @@ class FitCheckpoints:
             fit.control,
             "Checkpoints within an epoch need",
             "save every_epochs=1",
-            every_steps=options.every_steps,
-            every_minutes=options.every_minutes,
+            every_steps=options.when.every_steps,
+            every_minutes=options.when.every_minutes,
         )
         _check_processes(fit.trainer)
         self.options, self.fit, self.preemption = options, fit, preemption
-        self.store = Store(
-            options.path,
-            keep=options.keep,
-            best=options.best,
-            every_s=options.seconds_kept,
-            asynchronous=options.asynchronous,
-        )
+        self.store = Store(options.path, keep=options.keep, asynchronous=options.asynchronous)
         self.run = ""
         self.place = TrainingPlace()
-        self.due = Due(options)
+        self.due = Due(options.when)
         self.resumed: Resumed | None = None
         self.has_ended = False
         # How the run was compiled: what callbacks change in it is state.
@@ -524,7 +518,7 @@ class FitCheckpoints:
 
     def _monitored(self) -> dict[str, float]:
         """The value of the monitored name for the epoch that has ended."""
-        best, place = self.options.best, self.place
+        best, place = self.options.keep.best, self.place
         if best is None or place.logs is None:
             return {}
         validated = is_validated(place.epoch, self.fit.validation_freq)

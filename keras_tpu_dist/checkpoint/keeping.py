@@ -90,48 +90,56 @@ def of_other_runs(known: Mapping[int, Known]) -> list[int]:
     return [step for step in order if known[step].run not in (None, run)]
 
 
-def staying(
-    known: Mapping[int, Known],
-    keep: int | None,
-    best: tuple[str, str] | None,
-    every_s: float | None = None,
-) -> set[int]:
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints of a run stay.
+
+    Attributes:
+        newest: The number of the newest complete checkpoints to keep; `None` for all.
+        best: `(name, mode)` of a metric, to keep its best checkpoint, too; or `None`.
+        every_s: An interval in seconds, to keep the first checkpoint and then one per interval,
+            too; or `None`.
+    """
+
+    newest: int | None = None
+    best: tuple[str, str] | None = None
+    every_s: float | None = None
+
+
+def staying(known: Mapping[int, Known], keep: Keep) -> set[int]:
     """The steps of the checkpoints to keep.
 
     Args:
         known: The facts about all checkpoints.
-        keep: The number of the newest complete checkpoints to keep; `None` for all.
-        best: `(name, mode)` of a metric, to keep its best checkpoint, too; or `None`.
-        every_s: An interval in seconds, to keep the first checkpoint and then one per interval,
-            too; or `None`.
+        keep: Which of them stay.
 
     Example:
 
     >>> known = {1: Known(True), 2: Known(True, finite=False), 3: Known(True, finite=False)}
-    >>> staying(known, keep=2, best=None)
+    >>> staying(known, Keep(2))
     {1, 2, 3}
     """
     order = in_order(known)
     whole = [step for step in order if known[step].whole]
-    if keep is None or not whole:
+    if keep.newest is None or not whole:
         return set(known)
-    stay = set(whole[-keep:])
+    stay = set(whole[-keep.newest :])
     finite = [step for step in whole if known[step].finite]
     # Weights that are NaN stay NaN, so the last finite checkpoint is the one to go back to.
     stay |= set(finite[-1:])
-    if best is not None:
-        name, mode = best
+    if keep.best is not None:
+        name, mode = keep.best
         sign = -1 if mode == "min" else 1
         worths = {step: known[step].metrics.get(name) for step in whole}
         judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
         # Of equal ones the newest.
         stay |= {step for _, step in sorted(judged, key=lambda pair: pair[0])[-1:]}
-    if every_s is not None:
+    if keep.every_s is not None:
         # Counted from the first checkpoint, which stays, too. If we counted from the oldest
         # existing one, the choice would shift with every deletion.
         last_s = -float("inf")
         for step in whole:
-            if known[step].at_s - last_s >= every_s:
+            if known[step].at_s - last_s >= keep.every_s:
                 stay.add(step)
                 last_s = known[step].at_s
     # An unreadable checkpoint may be a temporary fault of the disk, so it stays until newer ones

@@ -22,6 +22,7 @@ from keras_tpu_dist.checkpoint.compiled import (
     has_trained,
     is_saved,
 )
+from keras_tpu_dist.checkpoint.keeping import Keep
 from keras_tpu_dist.checkpoint.manifest import Manifest, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -139,7 +140,7 @@ class LoopCheckpoint:
         before = _open.get(place)
         if before is not None and not before._is_entered:
             before._give_way()
-        self._store = Store(path, keep=keep, asynchronous=asynchronous)
+        self._store = Store(path, keep=Keep(keep), asynchronous=asynchronous)
         self._run = ""  # its name, once it has one
         # If it is deleted without `close`, the last checkpoint is still written, and the next one
         # of this process can use the directory.

@@ -17,6 +17,7 @@ from keras_tpu_dist.checkpoint.barriers import barriers_of, first_reason, in_all
 from keras_tpu_dist.checkpoint.keeping import (
     ASIDE,
     HALF,
+    Keep,
     Known,
     Lock,
     drop_other_runs,
@@ -52,6 +53,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 _MANIFEST = "manifest"
 _FIX = "Save the same checkpoints in all processes."
+_ALL = Keep()
 
 
 class Store(CheckpointReader):
@@ -59,9 +61,7 @@ class Store(CheckpointReader):
 
     Args:
         directory: The directory; it is created if missing.
-        keep: How many of the newest checkpoints to keep; `None` for all.
-        best: `(name, mode)` of a metric, to keep its best checkpoint, too; or `None`.
-        every_s: An interval in seconds, to keep one checkpoint per interval, too; or `None`.
+        keep: Which checkpoints stay.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
 
     Raises:
@@ -73,9 +73,7 @@ class Store(CheckpointReader):
         self,
         directory: str | os.PathLike,
         *,
-        keep: int | None = None,
-        best: tuple[str, str] | None = None,
-        every_s: float | None = None,
+        keep: Keep = _ALL,
         asynchronous: bool = False,
     ):
         path = os.fspath(folder(directory))
@@ -85,8 +83,7 @@ class Store(CheckpointReader):
                 os.makedirs(path, exist_ok=True)
             _check_path(path)
         super().__init__(directory)
-        self._keep, self._best, self._every_s = keep, best, every_s
-        self._asynchronous = asynchronous
+        self._keep, self._asynchronous = keep, asynchronous
         self._saver, self._lock = None, None
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -240,7 +237,7 @@ class Store(CheckpointReader):
         others = of_other_runs(known)
         self._set_aside(known, others, "they are of another run")
         own = {step: one for step, one in known.items() if step not in others}
-        stay = staying(own, self._keep, self._best, self._every_s)
+        stay = staying(own, self._keep)
         for step in in_order(own):
             if step not in stay:
                 remove(self._root / str(step))

@@ -77,20 +77,21 @@ def check_counts(caller: str, least: int = 1, **counts: Any) -> None:
             )
 
 
-def check_seconds(caller: str, **seconds: Any) -> None:
+def check_seconds(caller: str, unit: str = "seconds", **times: Any) -> None:
     """Raises a `ValueError` for times that are not finite numbers above 0.
 
     Args:
         caller: The function or class that got it, for the error.
-        **seconds: The arguments, by name.
+        unit: What they count.
+        **times: The arguments, by name.
     """
-    for name, value in seconds.items():
+    for name, value in times.items():
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise value_error(
-                f"{name} of {caller} is a number of seconds above 0.",
+                f"{name} of {caller} is a number of {unit} above 0.",
                 received={name: value},
-                fix=f"Write for example {name}=600.0.",
+                fix=f"Write for example {name}={600.0 if unit == 'seconds' else 6}.",
             )
 
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
+from keras_tpu_dist.checkpoint.keeping import Keep
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.checkpoint.store import Store
@@ -99,7 +100,7 @@ def work(root, whole):
     said = 0
     for asynchronous in (False, True):
         try:
-            store = Store(root, keep=KEEP, best=("loss", "min"), asynchronous=asynchronous)
+            store = Store(root, keep=Keep(KEEP, ("loss", "min")), asynchronous=asynchronous)
         except CheckpointError:
             said += 1
             continue
@@ -145,7 +146,7 @@ def fault(disk):
 def look_at(root, whole, said):
     """What is wrong with what is left, or an empty text."""
     try:
-        store = Store(root, keep=KEEP)
+        store = Store(root, keep=Keep(KEEP))
     except CheckpointError as error:
         return f"cannot be opened: {error}"
     try:

@@ -576,7 +576,7 @@ def test_stock_keras_and_a_train_step_without_the_optimizer(steps, expected, tmp
 )
 def test_malformed_arguments(wrong, tmp_path):
     name, value = next(iter(wrong.items()))
-    with pytest.raises(ValueError, match=f"whole numbers of at least 1.*{name}={value!r}"):
+    with pytest.raises(ValueError, match=f"^{name} .*Received: {name}={value!r}"):
         ktd.callbacks.Checkpoint(tmp_path, **wrong)
 
 

@@ -14,7 +14,7 @@ from helpers import loaded
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint import keeping
-from keras_tpu_dist.checkpoint.keeping import Known, staying
+from keras_tpu_dist.checkpoint.keeping import Keep, Known, staying
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
 
 disk = loaded(pathlib.Path(__file__).with_name("disk.py"), "checkpoint_disk")
@@ -79,7 +79,8 @@ def test_a_save_at_the_end_of_an_epoch_is_judged_not_deleted(tmp_path, said):
     ],
 )
 def test_which_stay(known, keep, best, stay):
-    assert staying({s: Known(**{"whole": True, **k}) for s, k in known.items()}, keep, best) == stay
+    facts = {s: Known(**{"whole": True, **k}) for s, k in known.items()}
+    assert staying(facts, Keep(keep, best)) == stay
 
 
 def test_weights_that_are_not_finite_do_not_replace_the_last_good_ones(tmp_path, said):

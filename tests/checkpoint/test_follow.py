@@ -11,7 +11,7 @@ from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import Checkpoint
-from keras_tpu_dist.checkpoint.keeping import Known, staying
+from keras_tpu_dist.checkpoint.keeping import Keep, Known, staying
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 
@@ -42,7 +42,7 @@ def test_one_stays_of_so_many_hours(hours, stay):
     for step, hour in enumerate(hours, 1):
         # As in a run: each time what does not stay is gone.
         known[step] = Known(True, at_s=3600.0 * hour)
-        stays = staying(known, 1, None, 3 * 3600.0)
+        stays = staying(known, Keep(1, every_s=3 * 3600.0))
         known = {each: known[each] for each in stays}
     assert set(known) == stay
 
