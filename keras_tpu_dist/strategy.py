@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # registers its replacements in Keras
 from keras_tpu_dist.common import tensorflow_names
-from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
+from keras_tpu_dist.common.checks import PositiveInt, Seconds, known_words
 from keras_tpu_dist.common.errors import runtime_error, type_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
@@ -42,7 +42,7 @@ from keras_tpu_dist.replica.loop import Launches
 from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.options import Options
+from keras_tpu_dist.training.options import Ahead, Input, Options, Tables
 from keras_tpu_dist.training.runner import Runner
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         topology: str | Topology | None = None,
         data_axes: str | Sequence[str] | None = None,
         batch_axis: Any = 0,
-        prefetch: int | None = None,
+        prefetch: Ahead | None = None,
         donate_state: bool | str = "auto",
         shard_optimizer: bool = False,
         remat: Any = None,
-        input_timeout_s: float | None = None,
-        input: str = "global",
+        input_timeout_s: Seconds | None = None,
+        input: Input = "global",
         compiler_options: Any = "auto",
-        tables: str | None = "auto",
+        tables: Tables | None = "auto",
     ):
         _keras.install()
         if topology is not None:
@@ -293,6 +293,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             )
         return membership.choose_layout(variable, self)
 
+    @known_words
     def get_tensor_layout(self, path: str) -> Any:
         """The layout of a layer's output, or `None`.
 
@@ -300,7 +301,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             path: The layer's path followed by `/output`. An annotation on the layer takes
                 precedence, then a rule for this path, then the plan of the running model.
         """
-        check_text("get_tensor_layout", path=path)
         return self.runner.output_layout(path)
 
     def plan(self, model: Any) -> Plan:
@@ -317,6 +317,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return self.layouts.planned(model)
 
+    @known_words
     def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
         """How every variable of a model is split, its bytes, and why.
 
@@ -334,8 +335,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         # Imported here: training needs no module that explains, lints or draws.
         from keras_tpu_dist.layout.explain import explain_model, one_row
 
-        if path is not None:
-            check_text("explain", path=path)
         explanation = explain_model(
             model,
             self.placement(model),
@@ -345,8 +344,9 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         )
         return explanation if path is None else one_row(explanation, path)
 
+    @known_words
     def lint(
-        self, model: Any, batch_size: int | None = None, *, strict: bool = False
+        self, model: Any, batch_size: PositiveInt | None = None, *, strict: bool = False
     ) -> "LintReport":
         """Finds mistakes in the layouts of a model, with a fix for every one.
 
@@ -360,9 +360,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         from keras_tpu_dist.layout.lint import lint_model
 
-        check_flags("lint", strict=strict)
-        if batch_size is not None:
-            check_counts("lint", 1, batch_size=batch_size)
         placement = self.placement(model)
         foreign = [
             v.path
@@ -702,6 +699,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return distribute_datasets_from_function(self, dataset_fn)
 
+    @known_words
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Creates per-replica values by a function that is called once for every replica.
 

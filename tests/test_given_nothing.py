@@ -13,7 +13,7 @@ import keras_tpu_dist as ktd
         (lambda s, v: s.plan(v), r"What a strategy says of layouts needs a model.*model={}"),
         (lambda s, v: s.placement(v), r"What a strategy says of layouts needs a model.*model={}"),
         (lambda s, v: ktd.convert(v), r"convert needs a model.*model={}"),
-        (lambda s, v: ktd.search(v, "v5e:2x4"), r"A search takes a function.*build={}"),
+        (lambda s, v: ktd.search(v, "v5e:2x4"), r"build of search is a function.*build={}"),
         (lambda s, v: ktd.LayoutRules(v), r"LayoutRules takes \(pattern, axes\) pairs.*rules={}"),
         (
             lambda s, v: ktd.callbacks.Checkpoint(v),

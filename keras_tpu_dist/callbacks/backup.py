@@ -1,18 +1,23 @@
 """`Checkpoint` with the arguments of Keras's BackupAndRestore."""
 
 import os
+from typing import Annotated
 
 import jax
 
 from keras_tpu_dist.callbacks.checkpoint import Checkpoint
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX
 from keras_tpu_dist.checkpoint.reader import folder
-from keras_tpu_dist.common.checks import check_flags, checked_path, is_count, known_words
-from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.checks import checked_path, is_count, known_words
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
 
 _WHERE = "Write for example BackupAndRestore('backup')."
+
+
+_FREQUENCY = Requirement(
+    '"epoch" or a number of batches', lambda value: value == "epoch" or is_count(value, 1), "500"
+)
 
 
 class BackupAndRestore(Checkpoint):
@@ -59,24 +64,12 @@ class BackupAndRestore(Checkpoint):
     def __init__(
         self,
         backup_dir: str | os.PathLike,
-        save_freq: str | int = "epoch",
+        save_freq: Annotated[str | int, _FREQUENCY] = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
         on_sigterm: bool = True,
     ):
         checked_path("BackupAndRestore", _WHERE, backup_dir=backup_dir)
-        if save_freq != "epoch" and not is_count(save_freq, 1):
-            raise value_error(
-                "save_freq is 'epoch' or a number of batches of at least 1.",
-                received={"save_freq": save_freq},
-                fix="Write for example BackupAndRestore('backup', save_freq=500).",
-            )
-        check_flags(
-            "BackupAndRestore",
-            double_checkpoint=double_checkpoint,
-            delete_checkpoint=delete_checkpoint,
-            on_sigterm=on_sigterm,
-        )
         steps = None if isinstance(save_freq, str) else int(save_freq)
         super().__init__(backup_dir, every_steps=steps, keep=2 if double_checkpoint else 1)
         self.backup_dir, self.save_freq = self.directory, save_freq

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import keras
 
@@ -10,17 +10,26 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import (
     CheckpointOptions,
     SaveWhen,
-    directory_of,
     keep_of,
 )
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
 from keras_tpu_dist.common import phases
-from keras_tpu_dist.common.checks import check_seconds, known_words
+from keras_tpu_dist.common.checks import (
+    NAME,
+    PositiveInt,
+    Seconds,
+    above_zero,
+    checked_path,
+    known_words,
+    one_of,
+)
 from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
 from keras_tpu_dist.training.membership import fit_in_training
+
+_WHERE = 'Write for example Checkpoint("checkpoints", every_steps=500).'
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -90,29 +99,28 @@ class Checkpoint(keras.callbacks.Callback):
     def __init__(
         self,
         directory: str | os.PathLike,
-        every_steps: int | None = None,
-        every_minutes: float | None = None,
-        every_epochs: int | None = None,
-        keep: int | None = 3,
-        monitor: str | None = None,
-        mode: str = "auto",
+        every_steps: PositiveInt | None = None,
+        every_minutes: Annotated[float, above_zero("minutes", "30")] | None = None,
+        every_epochs: PositiveInt | None = None,
+        keep: PositiveInt | None = 3,
+        monitor: Annotated[str, NAME] | None = None,
+        mode: Annotated[str, one_of("auto", "min", "max")] = "auto",
         asynchronous: bool = True,
         resume: bool = True,
         overwrite: bool = False,
-        grace_s: float = GRACE_S,
-        keep_every_hours: float | None = None,
+        grace_s: Seconds = GRACE_S,
+        keep_every_hours: Annotated[float, above_zero("hours", "6")] | None = None,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
         self._options = CheckpointOptions(
-            directory_of(directory),
+            checked_path("Checkpoint", _WHERE, directory=directory),
             SaveWhen(every_steps, every_minutes, every_epochs),
             keep_of(keep, monitor, mode, keep_every_hours),
             asynchronous,
             resume,
             overwrite,
         )
-        check_seconds("Checkpoint", grace_s=grace_s)
         self.directory = self._options.path
         # The running fit, from its start to its end.
         self.checkpoints: FitCheckpoints | None = None

@@ -9,7 +9,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common import phases, recorder
-from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.checks import checked_path
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.common.phases import BUILD, START
 from keras_tpu_dist.common.records import check_ours
@@ -56,14 +56,9 @@ class Goodput(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike):
         super().__init__()
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise value_error(
-                "Goodput writes to a file.",
-                received={"path": path},
-                fix="Write for example Goodput('goodput.jsonl').",
-            )
         _keras.install()  # for `before_fit`, also without a strategy
-        self.path = absolute_path(path)
+        where = "Write for example Goodput('goodput.jsonl')."
+        self.path = absolute_path(checked_path("Goodput", where, path=path))
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
         """Starts recording, if this process does not record yet.

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.monitored import is_validated
-from keras_tpu_dist.common.checks import check_counts, check_model, check_text
+from keras_tpu_dist.common.checks import PositiveInt, check_model, known_words
 from keras_tpu_dist.common.errors import message, value_error
 
 # Callbacks that read all of `logs` instead of one monitored name.
@@ -65,22 +65,18 @@ class HostMetrics(keras.callbacks.Callback):
     ['loss', 'val_loss', 'val_r2']
     """
 
+    @known_words
     def __init__(
         self,
         metrics: Mapping[str, Any],
         validation_data: Any = None,
         *,
-        batch_size: int | None = None,
-        steps: int | None = None,
+        batch_size: PositiveInt | None = None,
+        steps: PositiveInt | None = None,
         prefix: str = "val_",
     ):
         super().__init__()
         _keras.install()  # for `before_fit`, also without a strategy
-        check_text("HostMetrics", prefix=prefix)
-        if batch_size is not None:
-            check_counts("HostMetrics", 1, batch_size=batch_size)
-        if steps is not None:
-            check_counts("HostMetrics", 1, steps=steps)
         self._functions = _checked_metrics(metrics)
         self._prefix = prefix
         self._given = None if validation_data is None else (validation_data, batch_size, steps)

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_tpu_dist.common.checks import check_flags
+from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
 from keras_tpu_dist.training.membership import fit_in_training
@@ -56,9 +56,9 @@ class NameNaN(keras.callbacks.Callback):
     (6, (5, 8), ('x',))
     """
 
+    @known_words
     def __init__(self, stop: bool = False):
         super().__init__()
-        check_flags("NameNaN", stop=stop)
         self.stop = stop
         self.found: NonFinite | None = None
         self._trainer: Any = None

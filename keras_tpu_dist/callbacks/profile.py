@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.common.checks import check_flags, checked_path, is_count
+from keras_tpu_dist.common.checks import checked_path, is_count, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.fit_control import FitControl
@@ -58,6 +58,7 @@ class Profile(keras.callbacks.Callback):
     [(10, 13)]
     """
 
+    @known_words
     def __init__(
         self,
         steps: tuple[int, int] = (10, 13),
@@ -65,7 +66,6 @@ class Profile(keras.callbacks.Callback):
         all_processes: bool = True,
     ):
         super().__init__()
-        check_flags("Profile", all_processes=all_processes)
         self.steps = _checked_steps(steps)
         self.directory = checked_path(
             "Profile", "Name a folder, such as directory='profile'.", directory=directory

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import check_flags, is_count
+from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
@@ -55,15 +55,9 @@ class StopAtStep(keras.callbacks.Callback):
     11
     """
 
-    def __init__(self, n: int, more: bool = False):
+    @known_words
+    def __init__(self, n: PositiveInt, more: bool = False):
         super().__init__()
-        check_flags("StopAtStep", more=more)
-        if not is_count(n, 1):
-            raise value_error(
-                "StopAtStep(n) takes a whole number of optimizer steps, 1 or more.",
-                received={"n": n},
-                fix="Write for example StopAtStep(10_000).",
-            )
         self.n = n.__index__()
         self.more = bool(more)
         self._counts_from = 0

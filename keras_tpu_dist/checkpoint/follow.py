@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from keras_tpu_dist.checkpoint.keeping import has_ended
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, checkpoint_errors, folder
-from keras_tpu_dist.common.checks import check_seconds, checked_path
+from keras_tpu_dist.common.checks import SECONDS, checked_path, require
 from keras_tpu_dist.processes.channel import agree
 
 _POLL_S = 1.0
@@ -45,8 +45,7 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
     """
     where = 'Write for example ktd.checkpoints("run7", timeout_s=3600).'
     directory = checked_path("checkpoints", where, directory=directory)
-    if timeout_s is not None:
-        check_seconds("checkpoints", timeout_s=timeout_s)
+    require("checkpoints", SECONDS, True, timeout_s=timeout_s)
     return _followed(directory, timeout_s)
 
 

@@ -41,7 +41,7 @@ from keras_tpu_dist.checkpoint.names import (
 from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
-from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path, known_words
+from keras_tpu_dist.common.checks import FLAG, checked_path, known_words, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
@@ -131,9 +131,8 @@ class LoopCheckpoint:
         asynchronous: bool = False,
     ):
         path = checked_path("LoopCheckpoint", _WHERE, directory=directory)
-        if keep is not None:
-            check_counts("LoopCheckpoint", keep=keep)
-        check_flags("LoopCheckpoint", asynchronous=asynchronous)
+        require("LoopCheckpoint", whole(1), True, keep=keep)
+        require("LoopCheckpoint", FLAG, asynchronous=asynchronous)
         self._parts = _Parts(objects)
         self._turn, self._is_closed, self._is_entered = threading.RLock(), "", False
         place = path if "://" in path else os.path.realpath(path)
@@ -183,7 +182,7 @@ class LoopCheckpoint:
                 text.
             CheckpointError: If it could not be written; if `asynchronous`, from the next call.
         """
-        check_counts("LoopCheckpoint.save", 0, step=step)
+        require("LoopCheckpoint.save", whole(0), step=step)
         wrong = {name: value for name, value in numbers.items() if not isinstance(value, _Plain)}
         if wrong:
             raise value_error(
@@ -226,8 +225,7 @@ class LoopCheckpoint:
             ValueError: If it was saved with other objects, or `step` is not a whole number.
             CheckpointError: If there are checkpoints and none can be read, or none of `step`.
         """
-        if step is not None:
-            check_counts("LoopCheckpoint.restore", 0, step=step)
+        require("LoopCheckpoint.restore", whole(0), True, step=step)
         finish(self._store.wait)
         noted = self._store.load_newest(self._load, step)
         if step is not None:

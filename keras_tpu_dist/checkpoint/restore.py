@@ -44,7 +44,7 @@ from keras_tpu_dist.checkpoint.names import (
 )
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
-from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
+from keras_tpu_dist.common.checks import FLAG, check_model, checked_path, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.show.progress import stages
@@ -103,9 +103,8 @@ def restore(
     (1, ())
     """
     check_model(model, "restore")
-    check_flags("restore", strict=strict)
-    if step is not None:
-        check_counts("restore", 0, step=step)
+    require("restore", FLAG, strict=strict)
+    require("restore", whole(0), True, step=step)
     directory = checked_path("restore", _WHERE, directory=directory)
     pairs, exclude = _checked_pairs(rename), patterns_of(exclude)
     alone = membership.is_local(model)

@@ -6,8 +6,11 @@ import math
 import operator
 import os
 import sys
+import threading
+import types
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -44,87 +47,117 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     return (least is None or number >= least) and abs(number) <= _MOST
 
 
-def check_flags(caller: str, **flags: Any) -> None:
-    """Raises a `ValueError` for flags that are neither `True` nor `False`.
+@dataclass(frozen=True)
+class Requirement:
+    """What an argument must be: `Annotated[int, whole(1)]` of a parameter, for `known_words`.
+
+    Attributes:
+        words: What follows "is" in the error.
+        holds: Whether a value is right.
+        example: A value that is right, as code.
+        choices: All values, if they are few; the error names the nearest.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    example: str
+    choices: tuple = ()
+
+
+FLAG = Requirement("True or False", lambda value: isinstance(value, (bool, np.bool_)), "True")
+NAME = Requirement("a text", lambda value: isinstance(value, str) and value != "", '"..."')
+TEXT = Requirement("a text", lambda value: isinstance(value, str), '"..."')
+FUNCTION = Requirement("a function", callable, "function")
+
+
+def whole(least: int = 1, most: int = _MOST) -> Requirement:
+    """A whole number.
 
     Args:
-        caller: The function or class that got them, for the error.
-        **flags: The arguments, by name.
+        least: The smallest one.
+        most: The largest one.
     """
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)):
-            raise value_error(
-                f"{name} of {caller} is True or False.",
-                received={name: value},
-                fix=f"Write {name}=True, or {name}=False.",
-            )
+    at_most = "" if most == _MOST else f" and at most {most}"
+    return Requirement(
+        f"a whole number of at least {least}{at_most}",
+        lambda value: is_count(value, least) and value <= most,
+        str(max(least, 2)),
+    )
 
 
-def check_counts(caller: str, least: int = 1, **counts: Any) -> None:
-    """Raises a `ValueError` for counts that are not integers or too small.
+def above_zero(unit: str, example: str, below: float = math.inf) -> Requirement:
+    """A finite number above 0.
 
     Args:
-        caller: The function or class that got them, for the error.
-        least: The smallest allowed value.
-        **counts: The arguments, by name.
+        unit: What it counts, such as `"seconds"`.
+        example: One, as code.
+        below: A larger number.
     """
-    for name, value in counts.items():
-        if not is_count(value, least):
-            raise value_error(
-                f"{name} of {caller} is a whole number of at least {least}.",
-                received={name: value},
-                fix=f"Write for example {name}={max(least, 2)}.",
-            )
 
-
-def check_seconds(caller: str, unit: str = "seconds", **times: Any) -> None:
-    """Raises a `ValueError` for times that are not finite numbers above 0.
-
-    Args:
-        caller: The function or class that got it, for the error.
-        unit: What they count.
-        **times: The arguments, by name.
-    """
-    for name, value in times.items():
+    def holds(value: Any) -> bool:
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise value_error(
-                f"{name} of {caller} is a number of {unit} above 0.",
-                received={name: value},
-                fix=f"Write for example {name}={600.0 if unit == 'seconds' else 6}.",
-            )
+        return number and bool(0 < value < below)
+
+    return Requirement(f"a number of {unit} above 0", holds, example)
 
 
-def check_callable(caller: str, **functions: Any) -> None:
-    """Raises a `ValueError` for arguments that cannot be called.
+def one_of(*choices: Any) -> Requirement:
+    """One of a few values.
 
     Args:
-        caller: The function or class that got it, for the error.
-        **functions: The arguments, by name.
+        *choices: The values; the first one is the example.
     """
-    for name, value in functions.items():
-        if not callable(value):
-            raise value_error(
-                f"{name} of {caller} is a function.",
-                received={name: value},
-                fix="Pass the function itself.",
-            )
+    texts = [f'"{each}"' if isinstance(each, str) else repr(each) for each in choices]
+    words = f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+    def holds(value: Any) -> bool:
+        # By type, because 1 == True, and arrays compare by element.
+        return any(type(value) is type(each) and value == each for each in choices)
+
+    return Requirement(words, holds, texts[0], choices)
 
 
-def check_text(caller: str, **texts: Any) -> None:
-    """Raises a `ValueError` for arguments that are not a `str`.
+SECONDS = above_zero("seconds", "600.0", below=threading.TIMEOUT_MAX)
+PositiveInt = Annotated[int, whole(1)]
+NaturalInt = Annotated[int, whole(0)]
+Seconds = Annotated[float, SECONDS]
+# These types declare their check.
+_OF_TYPES: dict[Any, Requirement] = {bool: FLAG, str: TEXT}
+
+
+def require(caller: str, what: Requirement, or_none: bool = False, /, **values: Any) -> None:
+    """Raises a `ValueError` for arguments that are wrong.
 
     Args:
-        caller: The function or class that got it, for the error.
-        **texts: The arguments, by name.
+        caller: The function or class that got them, for the error.
+        what: What they must be.
+        or_none: Whether `None` is right too.
+        **values: The arguments, by name.
     """
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise value_error(
-                f"{name} of {caller} is a text.",
-                received={name: value},
-                fix="Give it as a str.",
-            )
+    for name, value in values.items():
+        if what.holds(value) or (or_none and value is None):
+            continue
+        raise value_error(
+            f"{name} of {caller} is {what.words}{', or None' if or_none else ''}.",
+            received={name: value},
+            fix=f"Write for example {name}={what.example}.",
+            name=str(value) if what.choices else None,
+            choices=[each for each in what.choices if isinstance(each, str)],
+        )
+
+
+def _declared(annotation: Any) -> tuple[Requirement, bool] | None:
+    """The check that an annotation declares, and whether `None` is right too."""
+    options = [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        options = [each for each in get_args(annotation) if each is not types.NoneType]
+    if len(options) != 1:
+        return None  # values of several types
+    kind = get_origin(options[0])
+    found = [each for each in get_args(options[0]) if isinstance(each, Requirement)]
+    if kind is not Annotated:
+        found = [FUNCTION] if kind is Callable else [_OF_TYPES.get(options[0])]
+    return None if not found or found[0] is None else (found[0], options != [annotation])
 
 
 def checked_path(caller: str, fix: str, **paths: Any) -> str:
@@ -146,17 +179,21 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
 
 
 def known_words(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function so that its error for an unknown keyword says what to write.
+    """Decorates a function so that its arguments are checked as their annotations declare.
 
-    For a TensorFlow keyword it gives the entry of `tensorflow_names`, otherwise the nearest of
-    ours.
+    `bool`, `str` and `Callable` declare themselves; `Annotated[int, whole(1)]` declares more. The
+    error for an unknown keyword says what to write: for a TensorFlow keyword the entry of
+    `tensorflow_names`, otherwise the nearest of ours.
 
     Args:
         function: The function.
     """
-    owner = function.__qualname__.removesuffix(".__init__")
+    owner = function.__qualname__.removesuffix(".__init__").removeprefix("TPUStrategy.")
     parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.name not in ("self", "cls")]
+    every = [each.name for each in parameters]
+    names = [name for name in every if name not in ("self", "cls")]
+    declared = {each.name: _declared(each.annotation) for each in parameters}
+    checks = {name: found for name, found in declared.items() if found is not None}
     most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         most = sys.maxsize
@@ -168,6 +205,10 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(_unknown_word(owner, name, kwargs[name], names))
         if len(args) > most:
             raise TypeError(_too_many(owner, args[most:], names))
+        given = dict(zip(every, args, strict=False)) | kwargs
+        for name, (what, or_none) in checks.items():
+            if name in given:
+                require(owner, what, or_none, **{name: given[name]})
         return function(*args, **kwargs)
 
     return checked

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from keras_tpu_dist.common.checks import checked_path
+from keras_tpu_dist.common.checks import checked_path, known_words, knows_words, one_of
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.chips import CHIPS
@@ -23,6 +23,7 @@ _DTYPES = ("bfloat16", "float8", "int8")
 Span = tuple[float, float]
 
 
+@knows_words
 @dataclass(frozen=True, repr=False)
 class Calibration(Printed):
     """Rates and factors that were measured on one kind of chip.
@@ -53,7 +54,7 @@ class Calibration(Printed):
     'our v5e-8 (v5e: peak_flops, exact)'
     """
 
-    chip: str
+    chip: Annotated[str, one_of(*CHIPS)]
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     hbm_bandwidth: float | None = None
     link_bandwidth: float | None = None
@@ -63,20 +64,6 @@ class Calibration(Printed):
     source: str = ""
 
     def __post_init__(self):
-        if not isinstance(self.chip, str) or self.chip not in CHIPS:
-            raise value_error(
-                "A calibration belongs to one kind of chip.",
-                received={"chip": self.chip},
-                fix=f"Use one of: {', '.join(CHIPS)}.",
-                name=str(self.chip),
-                choices=CHIPS,
-            )
-        if not isinstance(self.source, str):
-            raise value_error(
-                "source is a text about where a calibration was measured.",
-                received={"source": self.source},
-                fix='Write for example source="our v5e-8, 2026-11-26".',
-            )
         for name in _RATES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _positive(name, getattr(self, name)))
@@ -90,7 +77,8 @@ class Calibration(Printed):
         has = ", ".join(name for name in named if getattr(self, name))
         return f"{self.source or 'a calibration'} ({self.chip}: {has or 'nothing measured'})"
 
-    def factor(self, effort: str) -> Span | None:
+    @known_words
+    def factor(self, effort: Annotated[str, one_of(*_FACTORS)]) -> Span | None:
         """The least and the largest ratio of a measured step to a dry run's estimate.
 
         Args:
@@ -99,12 +87,6 @@ class Calibration(Printed):
         Returns:
             Both, or `None` if none was measured.
         """
-        if not isinstance(effort, str) or effort not in _FACTORS:
-            raise value_error(
-                "The effort is how hard the compiler tried.",
-                received={"effort": effort},
-                fix="Use 'quick' or 'exact'.",
-            )
         span = self.quick if effort == "quick" else self.exact
         return span if isinstance(span, tuple) else None
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_tpu_dist._keras import jax_backend_started
-from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import runtime_error, value_error
+from keras_tpu_dist.common.checks import PositiveInt, known_words
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.environment import DEVICE_COUNT_FLAG, simulated_environment
 from keras_tpu_dist.hardware.libtpu import chip_files
@@ -15,7 +15,8 @@ from keras_tpu_dist.hardware.libtpu import chip_files
 logger = logging.getLogger("keras_tpu_dist")
 
 
-def simulate(num_devices: int = 8) -> None:
+@known_words
+def simulate(num_devices: PositiveInt = 8) -> None:
     """Makes the CPU appear to JAX as `num_devices` devices.
 
     Call it before JAX starts its backend, that is, before the first array, `jax.devices()` or Keras
@@ -38,12 +39,6 @@ def simulate(num_devices: int = 8) -> None:
     >>> len(jax.devices())
     8
     """
-    if not is_count(num_devices, 1):
-        raise value_error(
-            "The number of simulated devices must be a positive integer.",
-            received={"num_devices": num_devices},
-            fix="Write ktd.simulate(8).",
-        )
     import jax
 
     if jax_backend_started():

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_text, is_count, knows_words
+from keras_tpu_dist.common.checks import is_count, known_words, knows_words
 from keras_tpu_dist.common.errors import did_you_mean, message, value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
@@ -310,6 +310,7 @@ class Topology(Printed, TensorFlowNames):
         """Bytes per second that one JAX device can send to other slices."""
         return self.chip.dcn_bandwidth / self.chip.devices
 
+    @known_words
     def peak_flops(self, dtype: str = "bfloat16") -> float:
         """Peak operations per second of one JAX device.
 
@@ -319,7 +320,6 @@ class Topology(Printed, TensorFlowNames):
         Args:
             dtype: The operands' dtype: `"bfloat16"`, or `"int8"` or `"float8"` if the chip has it.
         """
-        check_text("peak_flops", dtype=dtype)
         rates = dict(self.chip.flops)
         return rates.get(dtype, rates["bfloat16"]) / self.chip.devices
 

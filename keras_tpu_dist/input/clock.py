@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.phases import waited_for_input
 from keras_tpu_dist.common.printed import Printed
 
@@ -235,28 +235,6 @@ def _read_when_wanted(batches: Iterator, wanted, arrived) -> None:
         except BaseException as error:
             arrived.put(_Ended(error))
             return
-
-
-def checked_timeout(timeout_s: Any) -> float | None:
-    """Validates `input_timeout_s`.
-
-    Args:
-        timeout_s: The most seconds that reading one batch may take, or `None` for no limit.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: If it is neither `None` nor a number between 0 and `threading.TIMEOUT_MAX`.
-    """
-    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if timeout_s is None or (number and 0 < timeout_s < threading.TIMEOUT_MAX):
-        return timeout_s
-    raise value_error(
-        "input_timeout_s is a number of seconds above 0, or None for no limit.",
-        received={"input_timeout_s": timeout_s},
-        fix="Write for example input_timeout_s=600.",
-    )
 
 
 class InputReports:

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.checks import check_counts, is_count
+from keras_tpu_dist.common.checks import NaturalInt, PositiveInt, is_count, knows_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 
 
+@knows_words
 @dataclass(frozen=True, repr=False)
 class InputShard(Printed):
     """The part of the input that a process provides with `TPUStrategy(input="per_process")`.
@@ -36,15 +37,14 @@ class InputShard(Printed):
     array([1, 3, 5])
     """
 
-    index: int = 0
-    count: int = 1
+    index: NaturalInt = 0
+    count: PositiveInt = 1
     processes: tuple[int, ...] = (0,)
 
     def __post_init__(self):
-        check_counts("InputShard", 1, count=self.count)
         listed = isinstance(self.processes, (tuple, list)) and len(self.processes) > 0
         numbers = listed and all(is_count(process, 0) for process in self.processes)
-        if not is_count(self.index, 0) or self.index >= self.count or not numbers:
+        if self.index >= self.count or not numbers:
             raise value_error(
                 "The index of an input shard is below their count, and processes are those "
                 "that provide it.",

@@ -18,7 +18,7 @@ from keras_tpu_dist.common.axes import (
     names_in,
     split_ways,
 )
-from keras_tpu_dist.common.checks import check_counts, check_model
+from keras_tpu_dist.common.checks import NaturalInt, PositiveInt, check_model, knows_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
@@ -140,6 +140,7 @@ def _path(decision: tuple[str, tuple[int, ...], Decision]) -> str:
     return decision[0]
 
 
+@knows_words
 @dataclass(frozen=True)
 class Planner:
     """Chooses layouts by layer classes, shapes and neighbours, and never by names.
@@ -176,13 +177,10 @@ class Planner:
     """
 
     kind: str
-    min_size: int = MIN_SIZE
-    memory_bytes: int | None = None
+    min_size: NaturalInt = MIN_SIZE
+    memory_bytes: PositiveInt | None = None
 
     def __post_init__(self):
-        check_counts("Planner", 0, min_size=self.min_size)
-        if self.memory_bytes is not None:
-            check_counts("Planner", 1, memory_bytes=self.memory_bytes)
         if not isinstance(self.kind, str) or self.kind not in PLANS:
             raise value_error(
                 'A plan is "fsdp", "tensor_parallel" or "auto".',

@@ -11,7 +11,7 @@ import keras
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
-from keras_tpu_dist.common.checks import check_text
+from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message, value_error
 
 
@@ -109,13 +109,13 @@ class LayoutRules:
         """The `(pattern, axes)` pairs, in order."""
         return self._rules
 
+    @known_words
     def matches(self, path: str) -> list[int]:
         """The indices of all rules that match `path`, the winner first.
 
         Args:
             path: The path of a variable, or of a layer's output (`".../output"`).
         """
-        check_text("LayoutRules", path=path)
         return [i for i, pattern in enumerate(self._compiled) if pattern.fullmatch(path)]
 
     def match(self, path: str) -> int | None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import names_in
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import NaturalInt, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
@@ -26,7 +26,8 @@ _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing",
 _creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating", default=None)
 
 
-def assign(layer: Any, logical_device: int | None) -> Any:
+@known_words
+def assign(layer: Any, logical_device: NaturalInt | None) -> Any:
     """Lets one logical device of every replica compute a layer.
 
     The other devices skip the layer and get the result. In the compiled program this is one
@@ -65,12 +66,6 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     >>> annotation_of(first).logical_device
     0
     """
-    if logical_device is not None and not is_count(logical_device, 0):
-        raise value_error(
-            "Logical devices are counted from 0 within their replica.",
-            received={"logical_device": logical_device},
-            fix="Write for example assign(layer, 0).",
-        )
     if isinstance(layer, keras.layers.InputLayer):
         raise value_error(
             "An Input computes nothing, so it cannot be assigned.",

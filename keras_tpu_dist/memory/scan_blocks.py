@@ -12,7 +12,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import check_flags
+from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.printed import Printed
@@ -77,6 +77,7 @@ class ScanReport(Printed):
         return asdict(self)
 
 
+@known_words
 def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> ScanReport:
     """Compiles equal consecutive blocks of a model as a single block that runs in a loop.
 
@@ -116,7 +117,6 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
       12 blocks Sequential as one: 'mlp/block_0' to 'mlp/block_11'
     """
     _check(model)
-    check_flags("scan_blocks", enabled=enabled)
     if not enabled:
         _write(model, None)
         return ScanReport(model.name, ())

@@ -13,7 +13,13 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
+from keras_tpu_dist.common.checks import (
+    NaturalInt,
+    PositiveInt,
+    is_count,
+    known_words,
+    knows_words,
+)
 from keras_tpu_dist.common.errors import message, runtime_error, type_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
@@ -46,6 +52,7 @@ from keras_tpu_dist.training.protocol import Strategy
 logger = logging.getLogger("keras_tpu_dist")
 
 
+@knows_words
 @dataclass(frozen=True)
 class InputContext:
     """The arguments for a function that creates a dataset for `strategy.run`.
@@ -65,16 +72,12 @@ class InputContext:
     8
     """
 
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
+    num_input_pipelines: PositiveInt = 1
+    input_pipeline_id: NaturalInt = 0
+    num_replicas_in_sync: PositiveInt = 1
 
-    def __post_init__(self):
-        check_counts("InputContext", 1, num_input_pipelines=self.num_input_pipelines)
-        check_counts("InputContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
-        check_counts("InputContext", 0, input_pipeline_id=self.input_pipeline_id)
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+    @known_words
+    def get_per_replica_batch_size(self, global_batch_size: PositiveInt) -> int:
         """The rows of a global batch that one replica gets.
 
         Args:
@@ -83,7 +86,6 @@ class InputContext:
         Raises:
             ValueError: If they are not divisible by the number of replicas.
         """
-        check_counts("get_per_replica_batch_size", 1, global_batch_size=global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
             raise value_error(
                 "The global batch size must be divisible by the number of replicas.",
@@ -96,6 +98,7 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
 
+@knows_words
 @dataclass(frozen=True)
 class ValueContext:
     """The arguments for a function that creates one replica's value.
@@ -112,12 +115,8 @@ class ValueContext:
     0.5
     """
 
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
-
-    def __post_init__(self):
-        check_counts("ValueContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
-        check_counts("ValueContext", 0, replica_id_in_sync_group=self.replica_id_in_sync_group)
+    replica_id_in_sync_group: NaturalInt = 0
+    num_replicas_in_sync: PositiveInt = 1
 
 
 class DistributedDataset(TensorFlowNames):
@@ -395,7 +394,6 @@ def distribute_datasets_from_function(
     strategy: Strategy, dataset_fn: Callable[[InputContext], Iterable]
 ) -> DistributedDataset:
     """See `TPUStrategy.distribute_datasets_from_function`."""
-    check_callable("distribute_datasets_from_function", dataset_fn=dataset_fn)
     check_attached(strategy, "distribute_datasets_from_function")
     own, number = strategy.runner.own_input, strategy.num_replicas_in_sync
     context = InputContext(num_replicas_in_sync=number)
@@ -422,7 +420,6 @@ def distribute_values_from_function(
     strategy: Strategy, value_fn: Callable[[ValueContext], Any]
 ) -> Any:
     """See `TPUStrategy.distribute_values_from_function`."""
-    check_callable("distribute_values_from_function", value_fn=value_fn)
     check_attached(strategy, "distribute_values_from_function")
     number = strategy.num_replicas_in_sync
     made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(strategy)}

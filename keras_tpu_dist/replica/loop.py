@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_tpu_dist.common.checks import check_counts
+from keras_tpu_dist.common.checks import one_of, require, whole
 from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.replica.datasets import DistributedDataset, DistributedIterator
@@ -18,6 +18,7 @@ from keras_tpu_dist.replica.values import PerReplica
 logger = logging.getLogger("keras_tpu_dist")
 
 # Launches a function: arguments, keyword arguments, number of steps, whether to return all results.
+_OUTPUTS = one_of("last", "all")
 Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 
@@ -157,13 +158,8 @@ def check_steps(where: str, outputs: str, **steps: int) -> None:
     Raises:
         ValueError: If one is something else.
     """
-    check_counts(where, 1, **steps)
-    if outputs not in ("last", "all"):
-        raise value_error(
-            f"outputs of {where} are those of the last step, or of all.",
-            received={"outputs": outputs},
-            fix='Write outputs="last" or outputs="all".',
-        )
+    require(where, whole(1), **steps)
+    require(where, _OUTPUTS, outputs=outputs)
 
 
 def alike_under(options: RunOptions | None) -> bool:

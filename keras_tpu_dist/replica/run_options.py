@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_counts, check_flags, is_count, knows_words
+from keras_tpu_dist.common.checks import PositiveInt, is_count, known_words, knows_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
@@ -69,8 +69,6 @@ class RunOptions(TensorFlowNames):
     check_padding: bool = True
 
     def __post_init__(self):
-        check_flags("RunOptions", dynamic_batch=self.dynamic_batch)
-        check_flags("RunOptions", check_padding=self.check_padding)
         for axis in jax.tree.leaves(self.axis):
             if not is_count(axis, 0):
                 raise value_error(
@@ -94,7 +92,8 @@ class RunOptions(TensorFlowNames):
             )
         object.__setattr__(self, "buckets", listed)
 
-    def bucket(self, length: int) -> int:
+    @known_words
+    def bucket(self, length: PositiveInt) -> int:
         """The length to which `length` is padded.
 
         Args:
@@ -103,7 +102,6 @@ class RunOptions(TensorFlowNames):
         Raises:
             ValueError: If it is longer than the largest bucket, or there are no buckets.
         """
-        check_counts("bucket", 1, length=length)
         if self.buckets == "power_of_two":
             return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
         for size in self.buckets or ():

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.checks import check_flags, is_count
+from keras_tpu_dist.common.checks import one_of, whole
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.compiler_options import (
     accepted,
@@ -14,12 +14,11 @@ from keras_tpu_dist.hardware.compiler_options import (
     chosen_names,
     options_for,
 )
-from keras_tpu_dist.input.clock import checked_timeout
 
 # Prefetched batches take the devices' memory.
-_MOST_AHEAD = 10_000
-INPUTS = ("global", "per_process")
-TABLES = ("auto", "rows", "lazy", None)
+Ahead = Annotated[int, whole(0, 10_000)]
+Input = Annotated[str, one_of("global", "per_process")]
+Tables = Annotated[str, one_of("auto", "rows", "lazy")]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Options:
     """The options of a `TPUStrategy`; see there. They are created once and passed to its parts.
 
     Options that depend on the mesh (`data_axes`, `batch_axis`, `remat`) are checked by the parts
-    that use them, all others here.
+    that use them, others by the annotations of `TPUStrategy`, or here.
 
     Attributes:
         data_axes: The mesh axes that split the batch, or `None`.
@@ -58,41 +57,14 @@ class Options:
     tables: str | None = "auto"
 
     def __post_init__(self):
-        check_flags("TPUStrategy", shard_optimizer=self.shard_optimizer)
-        prefetch, donate_state = self.prefetch, self.donate_state
-        if prefetch is not None and not (is_count(prefetch, 0) and prefetch <= _MOST_AHEAD):
-            raise value_error(
-                f"prefetch is a number of batches, 0 or more and at most {_MOST_AHEAD}.",
-                received={"prefetch": prefetch},
-                fix="Write for example prefetch=2.",
-            )
         # By type, because 1 == True.
-        if not (isinstance(donate_state, bool) or donate_state == "auto"):
+        if not (isinstance(self.donate_state, bool) or self.donate_state == "auto"):
             raise value_error(
                 "donate_state is True, False or 'auto'.",
-                received={"donate_state": donate_state},
+                received={"donate_state": self.donate_state},
                 fix="Leave it out for 'auto'.",
             )
-        checked_timeout(self.input_timeout_s)
         checked_compiler_options(self.compiler_options)
-        if self.input not in INPUTS:
-            raise value_error(
-                'input is "global" (all processes read the same) or "per_process" (every '
-                "process reads its own rows).",
-                received={"input": self.input},
-                fix='Leave it out for "global".',
-                name=str(self.input),
-                choices=INPUTS,
-            )
-
-        if self.tables not in TABLES:
-            raise value_error(
-                'tables is "auto", "rows", "lazy" or None.',
-                received={"tables": self.tables},
-                fix='Leave it out for "auto".',
-                name=str(self.tables),
-                choices=[each for each in TABLES if each],
-            )
 
     def as_arguments(self) -> dict[str, Any]:
         """The options by name, as `TPUStrategy` takes them."""

@@ -258,8 +258,8 @@ def test_how_many_are_kept(tmp_path, double):
     ("arguments", "words"),
     [
         (("",), "backup_dir of BackupAndRestore is a path"),
-        (("backup", "epochs"), "save_freq is 'epoch' or a number of batches.*'epochs'"),
-        (("backup", 0), "save_freq is 'epoch' or a number of batches.*0"),
+        (("backup", "epochs"), 'save_freq of .* is "epoch" or a number of batches.*epochs'),
+        (("backup", 0), 'save_freq of .* is "epoch" or a number of batches.*0'),
     ],
 )
 def test_bad_arguments(arguments, words):

@@ -271,7 +271,7 @@ def test_custom_train_steps(caplog):
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "10"])
 def test_bad_numbers(n):
-    with pytest.raises(ValueError, match="whole number of optimizer steps"):
+    with pytest.raises(ValueError, match="n of StopAtStep is a whole number of at least 1"):
         StopAtStep(n)
     assert StopAtStep(np.int64(3)).n == 3
 

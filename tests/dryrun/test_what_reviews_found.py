@@ -101,7 +101,10 @@ def test_pixels_are_no_tokens():
 
 def test_no_compilation_finds_no_batch():
     strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
-    with pytest.raises(ValueError, match=r"max_compiles is a number.*Received: max_compiles=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"max_compiles of largest_batch is a whole number.*Received: max_compiles=0",
+    ):
         largest_batch(mlp, strategy, max_compiles=0)
 
 

@@ -102,7 +102,9 @@ def test_batch_axis_of_no_kind(bad):
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "2", True])
 def test_prefetch_of_no_kind(bad):
-    with pytest.raises(ValueError, match=r"prefetch is a number of batches.*prefetch="):
+    with pytest.raises(
+        ValueError, match=r"prefetch of TPUStrategy is a whole number of at least 0.*prefetch="
+    ):
         ktd.TPUStrategy(prefetch=bad)
 
 

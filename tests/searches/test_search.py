@@ -301,9 +301,12 @@ def tried(axis, remat):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"batch_size": 0}, "batch_size and compilations are whole numbers.*batch_size=0"),
-        ({"batch_size": 64, "exact": -1}, "exact of at least 0.*exact=-1"),
-        ({"batch_size": 64, "compilations": 0}, "whole numbers.*compilations=0"),
+        ({"batch_size": 0}, "batch_size of search is a whole number of at least 1.*batch_size=0"),
+        (
+            {"batch_size": 64, "exact": -1},
+            "exact of search is a whole number of at least 0.*exact=-1",
+        ),
+        ({"batch_size": 64, "compilations": 0}, "whole number.*compilations=0"),
         ({"cache": 3}, "cache is a folder for compilations.*cache=3"),
         ({"batch_size": 2, "among": [Candidate((("data", 8),), None, False, None)]}, "batch"),
     ],

@@ -381,5 +381,5 @@ def test_rows_that_do_not_divide_lie_by_width():
 
 
 def test_tables_is_one_of_a_few_words():
-    with pytest.raises(ValueError, match="tables is"):
+    with pytest.raises(ValueError, match="tables of TPUStrategy is"):
         ktd.TPUStrategy({"data": 8}, tables="row")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_counts, check_model
+from keras_tpu_dist.common.checks import check_model, require, whole
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.prepared import why_not
@@ -34,9 +34,8 @@ def check(
         check_model(model, "check")
     _check_minutes(minutes)
     if batch_size is not None:
-        check_counts("check", strategy.num_replicas_in_sync, batch_size=batch_size)
-    if sequence_length is not None:
-        check_counts("check", sequence_length=sequence_length)
+        require("check", whole(strategy.num_replicas_in_sync), batch_size=batch_size)
+    require("check", whole(1), True, sequence_length=sequence_length)
     if model is not None and (why := why_not(model)):
         raise ValueError(
             message(

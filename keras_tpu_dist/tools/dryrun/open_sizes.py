@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.common.checks import check_counts
+from keras_tpu_dist.common.checks import require, whole
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 
@@ -24,8 +24,7 @@ def check_length(caller: str, sequence_length: Any) -> None:
         caller: The function that got it, for the error.
         sequence_length: The argument.
     """
-    if sequence_length is not None:
-        check_counts(caller, sequence_length=sequence_length)
+    require(caller, whole(1), True, sequence_length=sequence_length)
 
 
 def filled(

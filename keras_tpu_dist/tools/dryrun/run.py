@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_callable, check_flags, check_seconds
+from keras_tpu_dist.common.checks import FLAG, FUNCTION, SECONDS, require
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
@@ -126,7 +126,7 @@ def dry_run(
     step = Subject(build, strategy, 1, Inputs(x, y, sample_weight, sequence_length), mode)
     measured = checked_calibration(calibration)
     how = How(effort, timeout, calibration=measured, progress=progress)
-    check_flags("dry_run", verify=verify)
+    require("dry_run", FLAG, verify=verify)
     if batch_size is None:
         check_asked(build, strategy)
         run = _of_the_largest(step, how)
@@ -250,7 +250,7 @@ def check_how(mode: Any, timeout: Any, progress: Any) -> None:
     Raises:
         ValueError: If one has the wrong type or value.
     """
-    check_seconds("a dry run", timeout=timeout)
+    require("a dry run", SECONDS, timeout=timeout)
     check_progress("a dry run", progress)
     checked_mode(mode)
 
@@ -265,8 +265,7 @@ def check_progress(caller: str, progress: Any) -> None:
     Raises:
         ValueError: If it cannot be called.
     """
-    if progress is not None:
-        check_callable(caller, progress=progress)
+    require(caller, FUNCTION, True, progress=progress)
 
 
 def _check_effort(effort: Any) -> None:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import check_flags, check_seconds
+from keras_tpu_dist.common.checks import FLAG, SECONDS, require
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
 from keras_tpu_dist.input.batch_axis import flatten
@@ -182,8 +182,8 @@ def _check(
 ) -> None:
     check_asked(build, strategy, "verify")
     checked_mode(mode)
-    check_seconds("verify", timeout=timeout)
-    check_flags("verify", as_on_chip=as_on_chip)
+    require("verify", SECONDS, timeout=timeout)
+    require("verify", FLAG, as_on_chip=as_on_chip)
     if mode not in _MODES:
         raise ValueError(
             message(

@@ -4,9 +4,9 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from keras_tpu_dist.common.checks import check_callable, check_counts
+from keras_tpu_dist.common.checks import FUNCTION, PositiveInt, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
@@ -15,7 +15,6 @@ from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.dryrun.build import Subject, fails_anywhere
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
-from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.run import Build, Progress, check_how, run_once
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.tools.searches.ranking import Ranking, Tried, rank
@@ -23,8 +22,9 @@ from keras_tpu_dist.tools.searches.ranking import Ranking, Tried, rank
 logger = logging.getLogger("keras_tpu_dist")
 
 
+@known_words
 def compare(
-    build: Build,
+    build: Annotated[Build, FUNCTION],
     *,
     topology: str | Topology,
     meshes: Iterable[dict[str, int]],
@@ -32,8 +32,8 @@ def compare(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
-    sequence_length: int | None = None,
-    batch_size: int,
+    sequence_length: PositiveInt | None = None,
+    batch_size: PositiveInt,
     mode: str = "train",
     timeout: float = 1800.0,
     progress: Progress | None = None,
@@ -81,10 +81,7 @@ def compare(
     # Parsed here, so that an error comes once and not for every mesh.
     topology = Topology.parse(topology)
     _, measured = calibrated(topology, calibration)
-    check_callable("compare", build=build)
-    check_counts("compare", 1, batch_size=batch_size)
     check_how(mode, timeout, progress)
-    check_length("compare", sequence_length)
     start, found = time.monotonic(), []
     inputs = Inputs(x, y, sample_weight, sequence_length)
     how = How(timeout=timeout, calibration=measured, progress=progress)

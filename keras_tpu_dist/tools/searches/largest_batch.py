@@ -5,9 +5,9 @@ import html
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import Check, PositiveInt, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
@@ -18,11 +18,15 @@ from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
-from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.training.protocol import Strategy
 
+_SHARE = Check(
+    "a share of the batch, 0 or more",
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
+    "0.05",
+)
 _HEADER = ("batch size", "", "per device")
 
 
@@ -78,6 +82,7 @@ class LargestBatch(Page):
         return document(self._title(), [head, *self._blocks(), run, *self.run._blocks()])
 
 
+@known_words
 def largest_batch(
     build: Build,
     strategy: Strategy,
@@ -85,12 +90,12 @@ def largest_batch(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
-    sequence_length: int | None = None,
+    sequence_length: PositiveInt | None = None,
     mode: str = "train",
     remat: Any = None,
     effort: str = "quick",
-    tolerance: float = TOLERANCE,
-    max_compiles: int = MOST_COMPILES,
+    tolerance: Annotated[float, _SHARE] = TOLERANCE,
+    max_compiles: PositiveInt = MOST_COMPILES,
     timeout: float = 1800.0,
     progress: Progress | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
@@ -141,15 +146,7 @@ def largest_batch(
     """
     topology = _checked_topology(strategy)
     limit, (_, measured) = topology.hbm_bytes, calibrated(topology, calibration)
-    _check_compiles(max_compiles)
     check_how(mode, timeout, progress)
-    check_length("largest_batch", sequence_length)
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise value_error(
-            "tolerance is the share of the batch that may be missing, 0 or more.",
-            received={"tolerance": tolerance},
-            fix="Leave it out, or write for example tolerance=0.05.",
-        )
     inputs = Inputs(x, y, sample_weight, sequence_length)
     how = How(effort, timeout, calibration=measured, progress=progress)
 
@@ -173,15 +170,6 @@ def _computing_again(strategy: Strategy, remat: Any) -> Iterator[None]:
         yield
     finally:
         strategy.remat = own
-
-
-def _check_compiles(max_compiles: int) -> None:
-    if not is_count(max_compiles, 1):
-        raise value_error(
-            "max_compiles is a number of compilations, 1 or more.",
-            received={"max_compiles": max_compiles},
-            fix="Leave it out, or write for example max_compiles=8.",
-        )
 
 
 def _checked_topology(strategy: Strategy) -> Topology:

@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from keras_tpu_dist.common.checks import check_seconds, is_count
+from keras_tpu_dist.common.checks import FUNCTION, NaturalInt, PositiveInt, Seconds, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
@@ -19,8 +19,7 @@ from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject
 from keras_tpu_dist.tools.dryrun.cache import Cache
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
-from keras_tpu_dist.tools.dryrun.open_sizes import check_length
-from keras_tpu_dist.tools.dryrun.run import Progress, check_progress, compile_once, lower_once
+from keras_tpu_dist.tools.dryrun.run import Progress, compile_once, lower_once
 from keras_tpu_dist.tools.hlo import Wire
 from keras_tpu_dist.tools.searches.candidates import POLICIES, Candidate, candidates
 from keras_tpu_dist.tools.searches.facts import DescribedModel, Facts, describing
@@ -41,18 +40,19 @@ _FILLED = 0.85
 _FAULTS = (ValueError, RuntimeError, NotImplementedError)
 
 
+@known_words
 def search(
-    build: Build,
+    build: Annotated[Build, FUNCTION],
     topology: str | Topology,
-    batch_size: int | None = None,
+    batch_size: PositiveInt | None = None,
     *,
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
-    sequence_length: int | None = None,
-    compilations: int = 8,
-    exact: int = 4,
-    budget_s: float = 900.0,
+    sequence_length: PositiveInt | None = None,
+    compilations: PositiveInt = 8,
+    exact: NaturalInt = 4,
+    budget_s: Seconds = 900.0,
     among: Sequence[Candidate] | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -107,9 +107,7 @@ def search(
     >>> found.best.candidate.mesh, found.strategy()  # doctest: +SKIP
     """
     started, tell = time.monotonic(), progress or logger.debug
-    check_seconds("search", budget_s=budget_s)
-    _check(build, batch_size, compilations, exact)
-    _check_others(among, sequence_length, progress)
+    _check_candidates(among)
     given, kept = Inputs(x, y, sample_weight, sequence_length), Cache.of(cache)
     topology, measured = calibrated(topology, calibration)
     compiled: list[Tried] = []
@@ -306,9 +304,7 @@ def _forecast_of(
     return [] if best is None else [best]
 
 
-def _check_others(among: Any, sequence_length: Any, progress: Any) -> None:
-    check_length("search", sequence_length)
-    check_progress("search", progress)
+def _check_candidates(among: Any) -> None:
     if among is None:
         return
     listed = isinstance(among, Sequence) and not isinstance(among, str)
@@ -317,26 +313,4 @@ def _check_others(among: Any, sequence_length: Any, progress: Any) -> None:
             "among takes candidates of a search.",
             received={"among": among},
             fix="Pass candidates that another search has ranked.",
-        )
-
-
-def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
-    if not callable(build):
-        raise value_error(
-            "A search takes a function that builds a model, or a model.",
-            received={"build": build},
-            fix="Write search(build, 'v5e:4x4', batch_size=256).",
-        )
-    wrong = {}
-    if batch_size is not None and not is_count(batch_size, 1):
-        wrong["batch_size"] = batch_size
-    if not is_count(compilations, 1):
-        wrong["compilations"] = compilations
-    if not is_count(exact, 0):
-        wrong["exact"] = exact
-    if wrong:
-        raise value_error(
-            "batch_size and compilations are whole numbers of at least 1, exact of at least 0.",
-            received=wrong,
-            fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=8).",
         )
