@@ -8,7 +8,7 @@ import jax
 from keras_tpu_dist.callbacks.checkpoint import Checkpoint
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX
 from keras_tpu_dist.checkpoint.reader import folder
-from keras_tpu_dist.common.checks import checked_path, is_count, known_words
+from keras_tpu_dist.common.checks import Requirement, checked_path, is_count, known_words
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
 

@@ -63,6 +63,25 @@ class Requirement:
     example: str
     choices: tuple = ()
 
+    def check(self, caller: str, name: str, value: Any, or_none: bool) -> None:
+        """Raises a `ValueError` for an argument that is wrong. See `require`.
+
+        Args:
+            caller: The function or class that got it.
+            name: Its name.
+            value: Its value.
+            or_none: Whether `None` is right too.
+        """
+        if self.holds(value) or (or_none and value is None):
+            return
+        raise value_error(
+            f"{name} of {caller} is {self.words}{', or None' if or_none else ''}.",
+            received={name: value},
+            fix=f"Write for example {name}={self.example}.",
+            name=str(value) if self.choices else None,
+            choices=[each for each in self.choices if isinstance(each, str)],
+        )
+
 
 FLAG = Requirement("True or False", lambda value: isinstance(value, (bool, np.bool_)), "True")
 NAME = Requirement("a text", lambda value: isinstance(value, str) and value != "", '"..."')
@@ -135,15 +154,7 @@ def require(caller: str, what: Requirement, or_none: bool = False, /, **values: 
         **values: The arguments, by name.
     """
     for name, value in values.items():
-        if what.holds(value) or (or_none and value is None):
-            continue
-        raise value_error(
-            f"{name} of {caller} is {what.words}{', or None' if or_none else ''}.",
-            received={name: value},
-            fix=f"Write for example {name}={what.example}.",
-            name=str(value) if what.choices else None,
-            choices=[each for each in what.choices if isinstance(each, str)],
-        )
+        what.check(caller, name, value, or_none)
 
 
 def _declared(annotation: Any) -> tuple[Requirement, bool] | None:
@@ -208,7 +219,7 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
         given = dict(zip(every, args, strict=False)) | kwargs
         for name, (what, or_none) in checks.items():
             if name in given:
-                require(owner, what, or_none, **{name: given[name]})
+                what.check(owner, name, given[name], or_none)
         return function(*args, **kwargs)
 
     return checked

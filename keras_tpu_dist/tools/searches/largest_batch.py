@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from keras_tpu_dist.common.checks import Check, PositiveInt, known_words
+from keras_tpu_dist.common.checks import PositiveInt, Requirement, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
@@ -22,7 +22,7 @@ from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, 
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.training.protocol import Strategy
 
-_SHARE = Check(
+_SHARE = Requirement(
     "a share of the batch, 0 or more",
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "0.05",
