@@ -8,9 +8,13 @@ import importlib
 import inspect
 import pathlib
 import re
+import sys
 
 import keras_tpu_dist
 from keras_tpu_dist import _keras
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+import figures
 
 PACKAGE = pathlib.Path(keras_tpu_dist.__file__).parent
 PAGE = pathlib.Path(__file__).with_suffix(".md")
@@ -203,7 +207,7 @@ def found(path: str) -> object:
 
 
 PARTS = {
-    PAGE: {"picture": picture, "packages": packages},
+    PAGE: {"picture": picture, "packages": packages, "figures": figures.page},
     CHANGES: {"replaced": replaced, "read": read},
     API: {"names": api},
 }
