@@ -78,7 +78,7 @@ class Requirement:
             f"{name} of {caller} is {self.words}{', or None' if or_none else ''}.",
             received={name: value},
             fix=f"Write for example {name}={self.example}.",
-            name=str(value) if self.choices else None,
+            name=value if self.choices and isinstance(value, str) else None,
             choices=[each for each in self.choices if isinstance(each, str)],
         )
 
@@ -199,15 +199,15 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: The function.
     """
-    owner = function.__qualname__.removesuffix(".__init__").removeprefix("TPUStrategy.")
+    owner = function.__qualname__.removesuffix(".__init__")
+    caller = owner.removeprefix("TPUStrategy.")
     parameters = inspect.signature(function).parameters.values()
-    every = [each.name for each in parameters]
-    names = [name for name in every if name not in ("self", "cls")]
+    names = [each.name for each in parameters if each.name not in ("self", "cls")]
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     declared = {each.name: _declared(each.annotation) for each in parameters}
     checks = {name: found for name, found in declared.items() if found is not None}
-    most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        most = sys.maxsize
+    takes_more = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    most = sys.maxsize if takes_more else len(positional)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -216,10 +216,10 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(_unknown_word(owner, name, kwargs[name], names))
         if len(args) > most:
             raise TypeError(_too_many(owner, args[most:], names))
-        given = dict(zip(every, args, strict=False)) | kwargs
+        given = dict(zip(positional, args, strict=False)) | kwargs
         for name, (what, or_none) in checks.items():
             if name in given:
-                what.check(owner, name, given[name], or_none)
+                what.check(caller, name, given[name], or_none)
         return function(*args, **kwargs)
 
     return checked
