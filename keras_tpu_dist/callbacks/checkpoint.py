@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import keras
-
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import (
     CheckpointOptions,
@@ -13,6 +11,7 @@ from keras_tpu_dist.callbacks.checkpoint_options import (
     keep_of,
 )
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
+from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
 from keras_tpu_dist.common import phases
@@ -32,7 +31,7 @@ from keras_tpu_dist.training.membership import fit_in_training
 _WHERE = 'Write for example Checkpoint("checkpoints", every_steps=500).'
 
 
-class Checkpoint(keras.callbacks.Callback):
+class Checkpoint(InFit):
     """Saves the whole state of training, and resumes from the newest checkpoint.
 
     A checkpoint holds weights, optimizer slots, random seeds, metrics, history, the position in the
@@ -125,7 +124,6 @@ class Checkpoint(keras.callbacks.Callback):
         # The running fit, from its start to its end.
         self.checkpoints: FitCheckpoints | None = None
         self._preemption = Preemption(grace_s=grace_s)
-        self._trainer: Any = None
         self._callbacks: list = []
         self._of_this_kind: list[Checkpoint] = [self]
         self._epochs, self._validation_freq = 1, 1
@@ -150,12 +148,6 @@ class Checkpoint(keras.callbacks.Callback):
     def sees_launches(self) -> bool:
         """Whether it counts the launches of a strategy's loop instead of Keras's batches."""
         return self.checkpoints is None or self.checkpoints.fit.control is not None
-
-    def set_model(self, model):
-        """Stores the model."""
-        super().set_model(model)
-        # Not `self.model`: reading that makes the trainer copy its state to the variables.
-        self._trainer = model
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
         """Looks at the other callbacks of the fit that is about to start.

@@ -1,19 +1,17 @@
 """Finds NaN and infinity in the step that produces them, and names the variables."""
 
 import logging
-from typing import Any
 
-import keras
-
+from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.common.checks import known_words
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
 from keras_tpu_dist.training.membership import fit_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
 
-class NameNaN(keras.callbacks.Callback):
+class NameNaN(InFit):
     """Stops training at the first NaN or infinity, and says which variable and input had it.
 
     The loss, the weights and the optimizer's variables are checked inside the compiled step. A step
@@ -61,25 +59,15 @@ class NameNaN(keras.callbacks.Callback):
         super().__init__()
         self.stop = stop
         self.found: NonFinite | None = None
-        self._trainer: Any = None
         self._watch: FiniteWatch | None = None
-
-    def set_model(self, model):
-        """Stores the model."""
-        super().set_model(model)
-        # Not `self.model`: reading that makes the trainer copy its state to the variables.
-        self._trainer = model
 
     def on_train_begin(self, logs=None):
         """Forgets the result of the last fit."""
         self.found = self._watch = None
-        if fit_in_training(self._trainer) is None:
-            raise value_error(
-                "NameNaN checks inside the compiled step of a TPUStrategy.",
-                received="a fit without a TPUStrategy.",
-                fix="Build the model in TPUStrategy().scope(), or use "
-                "keras.callbacks.TerminateOnNaN.",
-            )
+        self._strategys_loop(
+            "NameNaN checks inside the compiled step of a TPUStrategy.",
+            ", or use keras.callbacks.TerminateOnNaN",
+        )
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the check, before the first step."""

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import keras
 
+from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.common.checks import checked_path, is_count, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.fit_control import FitControl
-from keras_tpu_dist.training.membership import fit_in_training
 from keras_tpu_dist.training.profiles import MANIFEST, Trace
 
 logger = logging.getLogger("keras_tpu_dist")
 
 
-class Profile(keras.callbacks.Callback):
+class Profile(InFit):
     """Traces exactly the train steps from the first to the last, with JAX's profiler.
 
     Steps count from 1 over the whole run: a fit that a `Checkpoint` resumes at step 700 continues
@@ -72,7 +71,6 @@ class Profile(keras.callbacks.Callback):
         )
         self.all_processes = bool(all_processes)
         self.traced: list[tuple[int, int]] = []
-        self._trainer: Any = None
         self._fit: FitControl | None = None
         self._trace: Trace | None = None
         self._made = 0
@@ -99,20 +97,14 @@ class Profile(keras.callbacks.Callback):
     def set_model(self, model):
         """Stores the model; a fit counts from its first step unless it resumes."""
         super().set_model(model)
-        # Not `self.model`: reading that makes the trainer copy its state to the variables.
-        self._trainer = model
         self._made = self._before_epoch = 0
         self.traced, self._gave_up = [], False
 
     def on_train_begin(self, logs=None):
         """Asks to be called when the fit ends."""
-        self._fit = fit_in_training(self._trainer)
-        if self._fit is None:
-            raise value_error(
-                "Profile traces the launches of a TPUStrategy.",
-                received="a fit without a TPUStrategy.",
-                fix="Build the model in TPUStrategy().scope(), or use jax.profiler.trace.",
-            )
+        self._fit = self._strategys_loop(
+            "Profile traces the launches of a TPUStrategy.", ", or use jax.profiler.trace"
+        )
         self._fit.at_end.append(self._stop)
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.phases import INPUT, OTHER, REPLAY, TRAIN, Timeline
@@ -15,9 +16,8 @@ from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import DictOf
-from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.flops import count_tokens, model_flops
-from keras_tpu_dist.training.membership import fit_in_training, is_local
+from keras_tpu_dist.training.membership import is_local
 
 _FIX = "Give the same Rates callback to fit in all processes."
 
@@ -43,7 +43,7 @@ class _Counts:
     waited: float = 0.0
 
 
-class Rates(keras.callbacks.Callback):
+class Rates(InFit):
     """Adds the speed of training to the logs of every epoch.
 
     `CSVLogger`, `TensorBoard` and the history get these values, wherever this callback is in the
@@ -82,19 +82,12 @@ class Rates(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self._trainer: Any = None
         self._counts, self._before = _Counts(), _Counts()
         self._timeline = Timeline(OTHER)
         # From shapes without rows to the operations of one row.
         self._flops: dict[Any, float] = {}
         self._peak: float | None = None
         self._devices = 1
-
-    def set_model(self, model):
-        """Stores the model."""
-        super().set_model(model)
-        # Not `self.model`: reading that makes the trainer copy its state to the variables.
-        self._trainer = model
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
         """Starts to measure time.
@@ -111,13 +104,7 @@ class Rates(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Looks for the loop that counts."""
-        control: FitControl | None = fit_in_training(self._trainer)
-        if control is None:
-            raise value_error(
-                "Rates counts in the loop of a TPUStrategy.",
-                received={"model": self._trainer.name, "strategy": None},
-                fix="Build the model in TPUStrategy().scope().",
-            )
+        control = self._strategys_loop("Rates counts in the loop of a TPUStrategy.")
         control.on_launch.append(self._launched)
         self._flops = {}
         self._peak = _peak_flops()

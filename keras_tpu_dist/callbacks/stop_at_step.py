@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.fit_control import FitControl
@@ -15,7 +15,7 @@ from keras_tpu_dist.training.membership import fit_in_training
 logger = logging.getLogger("keras_tpu_dist")
 
 
-class StopAtStep(keras.callbacks.Callback):
+class StopAtStep(InFit):
     """Stops training when the optimizer has run exactly `n` steps, or `n` more.
 
     Steps are those of `optimizer.iterations`, which learning-rate schedules see and checkpoints
@@ -61,7 +61,6 @@ class StopAtStep(keras.callbacks.Callback):
         self.n = n.__index__()
         self.more = bool(more)
         self._counts_from = 0
-        self._trainer: Any = None
         self._fit: FitControl | None = None
         self._first: int | None = None
         self._left = 0
@@ -76,12 +75,6 @@ class StopAtStep(keras.callbacks.Callback):
     def sees_launches(self) -> bool:
         """Whether the strategy's loop counts; if so, the logs of every step are not fetched."""
         return self._fit is not None
-
-    def set_model(self, model):
-        """Stores the model."""
-        super().set_model(model)
-        # Not `self.model`: reading that makes the trainer copy its state to the variables.
-        self._trainer = model
 
     def on_train_begin(self, logs=None):
         """Looks for a strategy's loop, which can count."""
