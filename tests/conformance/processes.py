@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# By what runs libtpu's program: an operation without a counterpart on simulated devices. By libtpu:
+# float64, where float32 differs and it would decide; windows that it does not implement. By JAX: an
+# operation that it has no translation of for a TPU.
+_REFUSALS = ("CannotRun: ", "X{64|128}", "UNIMPLEMENTED: ", "not found for platform tpu")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -70,9 +75,7 @@ class Worker:
             return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
         answer = json.loads(line)
         if "error" in answer:
-            # An operation of libtpu's program that has no counterpart on simulated devices; and
-            # float64, which libtpu does not compile, where float32 differs and it would decide.
-            refused = answer["error"].startswith("CannotRun") or "X{64|128}" in answer["error"]
+            refused = any(words in answer["error"] for words in _REFUSALS)
             return Finding(job, "refused" if refused else "error", answer["error"], seconds)
         detail = f"{answer['difference']:.1e} at {answer['where']}"
         return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)

@@ -47,10 +47,11 @@ class Replayed:
         return self._compiled[key](leaves)
 
     def _made(self, args):
+        export = functools.partial(jax.export.export, platforms=["tpu"], disabled_checks=_ALLOWED)
+        laid = export(self._program)(*args).out_shardings_jax(self._mesh)
         # Within another program, as a dry run exports it: on its own, Shardy's import aborts for
         # some programs with "funcResultSharding.getNumOperands() == 1 (2 vs. 1)".
-        within = jax.jit(lambda *args: self._program(*args))
-        exported = jax.export.export(within, platforms=["tpu"], disabled_checks=_ALLOWED)(*args)
+        exported = export(jax.jit(lambda *args: self._program(*args)))(*args)
         there = _described(tuple(self._mesh.shape.items()))
         whole = jax.sharding.NamedSharding(there, jax.sharding.PartitionSpec())
         shapes = [
@@ -65,14 +66,13 @@ class Replayed:
         compiled = lowered.compile(compiler_options=options)
         text = runnable(parse(whole_text(compiled)), there.size)
         program = Simulated(text, parts(compiled, exported, list(there.devices.flat)))
-        return functools.partial(self._run, program, exported)
+        return functools.partial(self._run, program, exported, laid)
 
-    def _run(self, program, exported, leaves):
+    def _run(self, program, exported, laid, leaves):
         given = [
             np.asarray(leaf, dtype=aval.dtype)
             for leaf, aval in zip(leaves, exported.in_avals, strict=True)
         ]
-        laid = exported.out_shardings_jax(self._mesh)
         arrays = []
         for (value, apart), sharding in zip(
             program.whole(program.launch(given)), laid, strict=True
