@@ -78,7 +78,7 @@ def _groups(jobs: list[dict], together: int) -> list[list[list[dict]]]:
     for job in jobs:
         by_case.setdefault((job["kind"], job["rows"], job["case"]), []).append(job)
     groups: dict[tuple, list[list[dict]]] = {}
-    for number, ((kind, rows, _), own) in enumerate(sorted(by_case.items())):
+    for number, ((kind, rows, _), own) in enumerate(by_case.items()):
         step = together if kind in _SEVERAL else 1
         configurations = tuple((job["mesh"], job["plan"]) for job in own)
         parts = groups.setdefault((kind, rows, configurations, number // step), [[] for _ in own])

@@ -12,6 +12,8 @@ from keras_tpu_dist.tools.replay.rewrite import CannotRun
 
 # module_0004.jit_call.cl_1.0063.the-pipeline.after_the-pass.before_the-next.txt
 _DUMP = re.compile(r"\.(\d+)\.[^/]*?\.?after_([^/]+?)\.before_([^/]+?)\.txt$")
+# What comes after all passes that dump a program has no number.
+_LAST = 10**9
 # A pass behind which the program may be that of one device, with collectives.
 _PARTITIONER = re.compile(r"spmd|shardy", re.IGNORECASE)
 # A pass whose program cannot be run is left out; the next one in this many places is tried.
@@ -38,7 +40,7 @@ class Runs(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Dump:
     """The program after a pass."""
 
@@ -47,24 +49,16 @@ class _Dump:
     path: Path
 
 
-def dumps_in(folder: str | Path) -> list[tuple[int, str, Path]]:
-    """The programs after each pass, of the largest module in a folder, in order.
-
-    Args:
-        folder: What `xla_dump_to` named.
-
-    Returns:
-        The number of the pass, its name and its file.
-    """
-    by_module: dict[str, list[tuple[int, str, Path]]] = {}
+def _dumps_in(folder: str) -> list[_Dump]:
+    """The programs after each pass, of the largest module that `xla_dump_to` wrote, in order."""
+    by_module: dict[str, list[_Dump]] = {}
     for path in Path(folder).glob("*.txt"):
-        found = _DUMP.search(path.name)
-        if found:
-            module = path.name.split(".")[0]
-            by_module.setdefault(module, []).append((int(found[1]), found[2], path))
-    if not by_module:
-        return []
-    return sorted(max(by_module.values(), key=len))
+        of_module = by_module.setdefault(path.name.split(".")[0], [])
+        if found := _DUMP.search(path.name):
+            of_module.append(_Dump(int(found[1]), found[2], path))
+        elif path.name.endswith(".after_optimizations.txt"):
+            of_module.append(_Dump(_LAST, "assignment-of-memory-and-schedule", path))
+    return sorted(max(by_module.values(), key=len, default=[]))
 
 
 def first_wrong(compiled: Runs) -> WrongPass | None:
@@ -79,7 +73,7 @@ def first_wrong(compiled: Runs) -> WrongPass | None:
     """
     with tempfile.TemporaryDirectory(prefix="keras_tpu_dist_") as folder:
         compiled.dumped(folder)
-        dumps = [_Dump(*each) for each in dumps_in(folder)]
+        dumps = _dumps_in(folder)
         starts = [n for n, dump in enumerate(dumps) if _partitioned(dump)]
         if not starts:
             return None
