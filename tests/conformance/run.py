@@ -132,7 +132,7 @@ def rounds_of(jobs: list[dict], seed: int) -> list[list[dict]]:
         seed: For the order of a case's jobs; those on other meshes come first.
 
     Returns:
-        The rounds, with at most one job of a case in each.
+        The rounds, with at most one job of a case in each, and kinds in turn.
     """
     on_mesh, in_case = Counter(), Counter()
 
@@ -145,7 +145,17 @@ def rounds_of(jobs: list[dict], seed: int) -> list[list[dict]]:
     rounds: dict[int, list[dict]] = {}
     for job in shuffled:
         rounds.setdefault(times_before(in_case, job["kind"], job["case"]), []).append(job)
-    return list(rounds.values())
+    return [_kinds_in_turn(part) for part in rounds.values()]
+
+
+def _kinds_in_turn(jobs: list[dict]) -> list[dict]:
+    numbers: Counter = Counter()
+
+    def number(job: dict) -> int:
+        numbers[job["kind"]] += 1
+        return numbers[job["kind"]]
+
+    return sorted(jobs, key=number)
 
 
 def main() -> int:
