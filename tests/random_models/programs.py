@@ -83,7 +83,8 @@ def _compared_by_rounding(program: Program) -> dict[str, Any]:
     if gaps[name] > limits[name]:
         for seed in (1, 2):
             moved = _gaps(results_here(program, False, nudged=seed), expected)
-            limits = {each: max(limits[each], 8 * moved[each]) for each in gaps}
+            times = 16 if program.choices["policy"] == "mixed_bfloat16" else 8
+            limits = {each: max(limits[each], times * moved[each]) for each in gaps}
         name = max(gaps, key=lambda each: gaps[each] / limits[each])
     where = f"{name} (rounding explains {limits[name]:.1e})"
     return {"right": gaps[name] <= limits[name], "difference": gaps[name], "where": where}
@@ -173,9 +174,10 @@ class _Run:
         with contextlib.nullcontext() if moved else self._scope():
             model = _compiled(self._program, self._strategy)
         rng = np.random.default_rng(self._nudged)
+        size = 2.0**-10 if self._choices["policy"] == "mixed_bfloat16" else 2.0**-22
         for variable in model.trainable_variables if self._nudged else []:
             value = variable.numpy()
-            variable.assign(value * (1 + 2.0**-22 * rng.choice([-1.0, 1.0], value.shape)))
+            variable.assign(value * (1 + size * rng.choice([-1.0, 1.0], value.shape)))
         return model
 
     def _followed(self, online: keras.Model) -> dict[str, np.ndarray]:
