@@ -173,7 +173,8 @@ def layer(job) -> dict[str, np.ndarray]:
 
 def _updates(job) -> dict[str, np.ndarray]:
     case, strategy = jobs.CASES["layer"][job.case], None
-    pairs = [layers.data_of(case, job.rows, seed) for seed in range(number(job))]
+    data = [layers.data_of(case, job.rows, seed) for seed in range(number(job))]
+    pairs = jobs.nudged(data, job)
     if job.float64:
         precise = lambda a: a.astype("float64") if jobs._is_float(a) else a  # noqa: E731
         pairs = keras.tree.map_structure(precise, pairs)
