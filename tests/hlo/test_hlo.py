@@ -288,6 +288,8 @@ def test_three_spellings_of_groups():
     assert groups("mesh['a'=4,'b'=2] {'b'}", 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert groups("mesh['a'=4,'b'=2] {'a'}", 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert groups("mesh['a'=4,'b'=2] {'a','b'}", 8) == (tuple(range(8)),)
+    assert groups("mesh['a'=4,'b'=2] {'b','a'}", 8) == ((0, 2, 4, 6, 1, 3, 5, 7),)
+    assert groups("mesh['a'=8] {'a':(4)2,'a':(1)2}", 8) == ((0, 4, 1, 5), (2, 6, 3, 7))
     assert groups("mesh['a'=8] {'a':(2)2}", 8) == ((0, 2), (1, 3), (4, 6), (5, 7))
     ordered = "mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) "
     assert groups(ordered + "{'b'}", 8) == ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -166,20 +166,25 @@ def _mesh_groups(text: str) -> Groups:
     elif order := re.search(r"device_ids=\((\[.*?\](?:T\([\d,]+\))?)\)", text):
         ids = _iota(order[1]).reshape(-1)
     used = re.sub(r"device_ids=\([\d,]*\)", "", used)
-    # "'x':(2)4" is the sub-axis of x with size 4 that has 2 before it
-    kept: list[int] = []
+    # "'x':(2)4" is the sub-axis of x with size 4 that has 2 before it. A group is in the order in
+    # which they are listed, the first one the slowest.
+    listed = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
     split: list[int] = []
-    chosen = {n: (p, s) for n, p, s in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)}
+    places: dict[int, int] = {}
     for name, size in sizes.items():
-        before, part = chosen.get(name, (None, None))
-        if before is None:
-            kept.append(len(split))
-            split.append(size)
-            continue
-        parts = (int(before or 1), int(part or size))
-        kept += [len(split), len(split) + 2]
-        split += [parts[0], parts[1], size // math.prod(parts)]
-    grouped = [i for i in range(len(split)) if i not in kept]
+        parts = [
+            (int(before or 1), int(part or size), number)
+            for number, (of, before, part) in enumerate(listed)
+            if of == name
+        ]
+        done = 1
+        for before, part, number in sorted(parts):
+            places[number] = len(split) + 1
+            split += [before // done, part]
+            done = before * part
+        split.append(size // done)
+    grouped = [places[number] for number in range(len(listed))]
+    kept = [i for i in range(len(split)) if i not in grouped]
     ids = ids.reshape(split).transpose([*kept, *grouped])
     return _as_groups(ids.reshape(-1, math.prod(split[i] for i in grouped)))
 
