@@ -39,6 +39,7 @@ import keras
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.cache import Cache
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.searches import activations, forecast
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
 from keras_tpu_dist.tools.searches.ranking import rank
@@ -234,12 +235,10 @@ class Measured:
         self.cache = Cache.of(True if arguments.cache is None else arguments.cache)
 
     def forecasts(self, among):
-        given = {"x": None, "y": None, "sample_weight": None}
-        return _forecasts(self.build, self.topology, self.rows, given, among)[1]
+        return _forecasts(self.build, self.topology, self.rows, Inputs(), among)[1]
 
     def compiled(self, tried, effort="quick"):
-        given = {"x": None, "y": None, "sample_weight": None}
-        lowered = lowered_step(self.build, self.topology, given, self.cache, None, tried)
+        lowered = lowered_step(self.build, self.topology, Inputs(), self.cache, None, tried)
         failed = isinstance(lowered, type(tried))
         return lowered if failed else compiled_step(self.cache, tried, lowered, effort)
 

@@ -84,7 +84,7 @@ def test_the_shell_writes_a_calibration(tmp_path, monkeypatch, capsys):
     assert main(["check", "--calibration", str(tmp_path / "no" / "v5e.json")]) == 2
     assert "folder that exists" in capsys.readouterr().err
     monkeypatch.setattr("keras_tpu_dist.tools.shell.commands.chip_of", lambda kinds: None)
-    monkeypatch.setattr("keras_tpu_dist.tools.checkup.run.run_check", lambda *args: made_check())
+    monkeypatch.setattr("keras_tpu_dist.tools.checkup.method.run_check", lambda *args: made_check())
     assert main(words) == 0
     assert json.loads((tmp_path / "v5e.json").read_text())["hbm_bandwidth"] == 7e11
 

@@ -17,6 +17,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.tools.dryrun import run as dryrun
 from keras_tpu_dist.tools.dryrun import worker
 from keras_tpu_dist.tools.dryrun.compile import has_libtpu
+from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.searches import parallel
 from keras_tpu_dist.tools.searches import search as searching
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
@@ -264,15 +265,13 @@ def test_tables_of_any_dimensions_are_forecast():
         model.compile("adam", "mse")
         return model
 
-    given = {"x": None, "y": None, "sample_weight": None}
-    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), 64, given, None)
+    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), 64, Inputs(), None)
     assert len(found) == len(list(candidates(8, Topology.parse("v5e:2x4"))))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 6])
 def test_fewer_rows_than_devices(rows):
-    given = {"x": None, "y": None, "sample_weight": None}
-    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), rows, given, None)
+    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), rows, Inputs(), None)
     for one in found:
         axes = dict(one.candidate.mesh)
         assert axes.get("data", 1) * axes.get("fsdp", 1) <= rows

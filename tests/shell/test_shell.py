@@ -15,6 +15,7 @@ from dryrun.made import made_comparison, made_run
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.tools.checkup import method
 from keras_tpu_dist.tools.checkup import run as checking
 from keras_tpu_dist.tools.dryrun.compile import has_libtpu
 from keras_tpu_dist.tools.searches import compare as comparison
@@ -635,7 +636,7 @@ def test_check(model, capsys, tmp_path, monkeypatch):
         part = checking.CheckPart("products", "right", "float32", (problem,))
         return checking.Check("cpu", "cpu", (("data", 8),), 1, minutes, 2.0, (part,), ())
 
-    monkeypatch.setattr(checking, "run_check", faulty)
+    monkeypatch.setattr(method, "run_check", faulty)
     assert main(["check"]) == 1
     assert "device 3: is wrong\n  means: It is." in capsys.readouterr().out
 
