@@ -24,7 +24,7 @@ from keras_tpu_dist.common.checks import (
     known_words,
     one_of,
 )
-from keras_tpu_dist.common.errors import runtime_error
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
 from keras_tpu_dist.training.membership import fit_in_training
 
@@ -185,8 +185,14 @@ class Checkpoint(InFit):
     @phases.phase(phases.RESTORE)
     def _resume(self, own: FitCheckpoints) -> None:
         there = own.found()
-        if there and not self._options.resume:
-            own.take_place_of_others()
+        if there and not (self._options.resume or self._options.overwrite):
+            raise value_error(
+                "A directory holds the checkpoints of one run.",
+                received=f"resume=False and {self.directory!r}, which has checkpoints of steps "
+                f"{own.store.steps}.",
+                fix="Give this run its own directory, leave resume=False out to resume, or write "
+                "overwrite=True: old checkpoints are deleted once this run has saved.",
+            )
         own.run = new_run(FIX)
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.

@@ -200,7 +200,12 @@ class FitCheckpoints:
         )
         _check_processes(fit.trainer)
         self.options, self.fit, self.preemption = options, fit, preemption
-        self.store = Store(options.path, keep=options.keep, asynchronous=options.asynchronous)
+        self.store = Store(
+            options.path,
+            keep=options.keep,
+            overwrites=options.overwrite and not options.resume,
+            asynchronous=options.asynchronous,
+        )
         self.run = ""
         self.place = TrainingPlace()
         self.due = Due(options.when)
@@ -248,22 +253,6 @@ class FitCheckpoints:
                 fix="Give a directory on storage that all processes share.",
             )
         return bool(steps)
-
-    def take_place_of_others(self) -> None:
-        """Lets the first checkpoint of this run replace the existing ones.
-
-        Raises:
-            ValueError: If there are checkpoints and `overwrite` is not set.
-        """
-        if not self.options.overwrite:
-            raise value_error(
-                "A directory holds the checkpoints of one run.",
-                received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                f"steps {self.store.steps}.",
-                fix="Give this run its own directory, leave resume=False out to resume, or "
-                "write overwrite=True: old checkpoints are deleted once this run has saved.",
-            )
-        self.store.replace_runs()
 
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""

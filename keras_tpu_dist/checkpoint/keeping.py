@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ MANIFEST_FILE = ("manifest", "metadata")
 _METRICS_FILE = ("metrics", "metrics")
 _ENDED_FILE = ("metrics", "ended")
 HALF = ".orbax-checkpoint-tmp"
-_REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
+_REMOVED, _REPLACED = ".removed", ".replaced"
 # The directory for checkpoints that nothing deletes.
 ASIDE = "set_aside"
 _A_RUN = re.compile(r"[0-9A-Za-z_-]{1,100}")
@@ -317,51 +317,30 @@ def set_aside(path: Any, step: int, run: str | None) -> None:
         path.rename(to)
 
 
-def settle(root: Any, run_of: Callable[[Any], str | None]) -> None:
+def settle(root: Any, run_of: Callable[[Any], str | None], *, overwrites: bool = False) -> None:
     """Cleans up after a killed process.
 
     Partial directories are deleted; a checkpoint that was about to be replaced gets its name back
-    unless its successor is complete. If that is of another run, the old one is set aside.
+    unless its successor is complete. If that is of another run, the old one is set aside, unless
+    that run overwrites it.
 
     Args:
         root: The directory of checkpoints.
         run_of: A function from a checkpoint's directory to its run, if known.
+        overwrites: Whether checkpoints of other runs are deleted.
     """
     for path in list(root.iterdir()):
         if path.name.endswith(_REPLACED):
             step = root / path.name.removesuffix(_REPLACED)
             if not has_parts(step):
                 path.rename(step)
-            elif run_of(path) in (None, run_of(step)):
+            elif overwrites or run_of(path) in (None, run_of(step)):
                 remove(path)
             else:
                 logger.warning("%s was of another run, and is set aside: in %s", step, root / ASIDE)
                 set_aside(path, int(step.name), run_of(path))
         elif path.name.endswith(_REMOVED) or HALF in path.name:
             _delete(path)
-
-
-def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
-    """Moves the checkpoints of another run into a subdirectory.
-
-    Args:
-        root: The directory of checkpoints.
-        steps: Their steps.
-    """
-    aside = root / _OTHER_RUNS
-    aside.mkdir(exist_ok=True)
-    for step in steps:
-        (root / str(step)).rename(aside / str(step))
-
-
-def drop_other_runs(root: Any) -> None:
-    """Deletes the checkpoints that `set_runs_aside` moved, after the new run has one.
-
-    Args:
-        root: The directory of checkpoints.
-    """
-    if (root / _OTHER_RUNS).exists():
-        remove(root / _OTHER_RUNS)
 
 
 class Lock:

@@ -20,7 +20,6 @@ from keras_tpu_dist.checkpoint.keeping import (
     Keep,
     Known,
     Lock,
-    drop_other_runs,
     in_order,
     is_there,
     note_ended,
@@ -30,7 +29,6 @@ from keras_tpu_dist.checkpoint.keeping import (
     remove,
     replace_later,
     set_aside,
-    set_runs_aside,
     settle,
     staying,
 )
@@ -62,6 +60,8 @@ class Store(CheckpointReader):
     Args:
         directory: The directory; it is created if missing.
         keep: Which checkpoints stay.
+        overwrites: Whether checkpoints of another run are deleted, and not set aside, once this run
+            has a complete one.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
 
     Raises:
@@ -74,6 +74,7 @@ class Store(CheckpointReader):
         directory: str | os.PathLike,
         *,
         keep: Keep = _ALL,
+        overwrites: bool = False,
         asynchronous: bool = False,
     ):
         path = os.fspath(folder(directory))
@@ -83,7 +84,7 @@ class Store(CheckpointReader):
                 os.makedirs(path, exist_ok=True)
             _check_path(path)
         super().__init__(directory)
-        self._keep, self._asynchronous = keep, asynchronous
+        self._keep, self._asynchronous, self._overwrites = keep, asynchronous, overwrites
         self._saver, self._lock = None, None
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -229,20 +230,23 @@ class Store(CheckpointReader):
             raise checkpoint_error(rule, received=f"{reason}.", fix=LOOK)
 
     def _delete_others(self) -> None:
-        """Deletes what is not to be kept, and sets other runs aside: this one has a checkpoint."""
+        """Deletes what is not to be kept; other runs go, too, as this one has a checkpoint."""
         known = self._known
         for step, one in known.items():
             if not one.whole:
                 log_once(f"checkpoint {step} is ignored. {one.problem}", logging.ERROR)
         others = of_other_runs(known)
-        self._set_aside(known, others, "they are of another run")
+        if self._overwrites:
+            for step in reversed(others):
+                remove(self._root / str(step))
+        else:
+            self._set_aside(known, others, "they are of another run")
         own = {step: one for step, one in known.items() if step not in others}
         stay = staying(own, self._keep)
         for step in in_order(own):
             if step not in stay:
                 remove(self._root / str(step))
-        drop_other_runs(self._root)
-        settle(self._root, self._run_of)
+        settle(self._root, self._run_of, overwrites=self._overwrites)
 
     def _set_aside(self, known: Mapping[int, Known], steps: Sequence[int], why: str) -> None:
         if steps:
@@ -307,16 +311,6 @@ class Store(CheckpointReader):
                 note_metrics(self._root / str(step), metrics)
                 self._looked_at.pop(step, None)
                 self._delete_others()
-
-    def replace_runs(self) -> None:
-        """Moves existing checkpoints aside, until this run has a complete one.
-
-        Raises:
-            CheckpointError: If they cannot be moved.
-        """
-        if self._is_first:
-            with checkpoint_errors(self.directory, "written"):
-                set_runs_aside(self._root, self.steps)
 
     def _run_of(self, path: Any) -> str | None:
         with contextlib.suppress(CheckpointError):
