@@ -82,8 +82,8 @@ class HostMetrics(keras.callbacks.Callback):
         self._given = None if validation_data is None else (validation_data, batch_size, steps)
         self._source = self._given
         self._frequency: Any = 1
-        if self._given is not None:
-            _check_readable(validation_data, steps)
+        if _read_once(validation_data) and steps is None:
+            raise ValueError(_one_reading("validation_data"))
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +143,11 @@ class HostMetrics(keras.callbacks.Callback):
         check_model(model, "compute")
         if self._source is None:
             raise ValueError(_no_data({}))
-        rows = _of_all_processes(_outputs(model, *self._source))
+        rows = _outputs(model, *self._source)
+        strategy = _keras.active_strategy()
+        if strategy is not None and strategy.runner.own_input is not None:
+            # Every process has its own rows.
+            rows = strategy.runner.own_input.joined(rows)
         y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, each) for each in rows)
         values = {}
         for (*output, _), name, function in zip(
@@ -203,11 +207,6 @@ def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
     return functions
 
 
-def _check_readable(data, steps) -> None:
-    if _read_once(data) and steps is None:
-        raise ValueError(_one_reading("validation_data"))
-
-
 def _read_once(data) -> bool:
     return isinstance(data, Iterator)
 
@@ -247,13 +246,6 @@ def _outputs(model, data, batch_size, steps) -> tuple[Any, Any, Any]:
             fix="Pass validation_data=(x, y).",
         )
     return y_true, y_pred, _joined([weights for _, weights in targets])
-
-
-def _of_all_processes(rows: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """The rows of all processes, if every process provides its own."""
-    strategy = _keras.active_strategy()
-    own_input = None if strategy is None else strategy.runner.own_input
-    return rows if own_input is None else own_input.joined(rows)
 
 
 def _predict(model, batches: Iterable, targets: list) -> Any:

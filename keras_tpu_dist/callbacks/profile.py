@@ -115,13 +115,15 @@ class Profile(InFit):
         """Starts a trace before a launch that may have one of the steps."""
         # In a resumed epoch, Keras also counts the earlier batches.
         first = self._made + 1
-        wanted = first <= self.steps[1] and first + self._most_steps() > self.steps[0]
+        steps = self._trainer.steps_per_execution
+        most = steps if is_count(steps, 1) else MOST_STEPS
+        wanted = first <= self.steps[1] and first + most > self.steps[0]
         if self._trace is None and wanted and self._is_traced_here() and not self._gave_up:
             self._start(first)
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts the launch's steps, and ends a trace after the last step."""
-        self._made = max(self._made, self._steps_made(batch))
+        self._made = max(self._made, self._before_epoch + int(batch) + 1)
         if self._trace is not None and self._made >= self.steps[1]:
             self._stop()
 
@@ -142,13 +144,6 @@ class Profile(InFit):
                 self.steps,
                 self._made,
             )
-
-    def _steps_made(self, batch: int) -> int:
-        return self._before_epoch + int(batch) + 1
-
-    def _most_steps(self) -> int:
-        steps = self._trainer.steps_per_execution
-        return steps if is_count(steps, 1) else MOST_STEPS
 
     def _is_traced_here(self) -> bool:
         return self.all_processes or jax.process_index() == 0

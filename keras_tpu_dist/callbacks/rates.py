@@ -107,7 +107,9 @@ class Rates(InFit):
         control = self._strategys_loop("Rates counts in the loop of a TPUStrategy.")
         control.on_launch.append(self._launched)
         self._flops = {}
-        self._peak = _peak_flops()
+        # Of one device at its fastest, in bfloat16.
+        chip = of_kind(jax.local_devices()[0].device_kind)
+        self._peak = None if chip is None else dict(chip.flops)["bfloat16"] / chip.devices
 
     def on_epoch_begin(self, epoch, logs=None):
         """Resets the counts."""
@@ -194,7 +196,8 @@ class Rates(InFit):
             rates["tokens_per_second"] = made.tokens / made.seconds
         if self._peak:
             rates["mfu"] = made.flops / (self._devices * self._peak * made.seconds)
-        peak_bytes = _peak_bytes()
+        stats = (device.memory_stats() or {} for device in jax.local_devices())
+        peak_bytes = max((each.get("peak_bytes_in_use", 0) for each in stats), default=0)
         if peak_bytes:
             rates["peak_memory_gib"] = peak_bytes / 2**30
         return rates
@@ -203,17 +206,6 @@ class Rates(InFit):
 def _is_amount(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value) and value >= 0
-
-
-def _peak_flops() -> float | None:
-    """Operations per second of one device at its fastest, in bfloat16; `None` if unknown."""
-    chip = of_kind(jax.local_devices()[0].device_kind)
-    return None if chip is None else dict(chip.flops)["bfloat16"] / chip.devices
-
-
-def _peak_bytes() -> int:
-    stats = (device.memory_stats() or {} for device in jax.local_devices())
-    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0)
 
 
 def _shapes(batch: PlacedBatch, steps: int) -> tuple[list[tuple[int | None, list[int]]], Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.names import numbered
 from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -68,7 +68,8 @@ def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str,
         else:
             names = _keras.changing(callback, _keras.CHANGING)
             values = {name: getattr(callback, name) for name in names}
-            state["attributes"] = {n: _plain(v) for n, v in values.items() if _is_plain(v)}
+            plain = (type(None), int, float, str, np.generic)
+            state["attributes"] = {n: _plain(v) for n, v in values.items() if isinstance(v, plain)}
             for name in _keras.changing(callback, _keras.ARRAYS):
                 for j, array in enumerate(getattr(callback, name) or ()):
                     arrays[f"{i}/{name}/{j}"] = np.asarray(array)
@@ -91,8 +92,8 @@ def give_back(
         arrays: The arrays that it returned.
         say: Whether to log which callbacks get nothing.
     """
-    here = _numbered([type(callback).__name__ for callback in _that_know(callbacks)])
-    there = _numbered([state["class"] for state in states])
+    here = numbered([type(callback).__name__ for callback in _that_know(callbacks)])
+    there = numbered([state["class"] for state in states])
     if say and set(here) - set(there):
         logger.warning(
             "the checkpoint has the state of %s, the callbacks of this fit are %s: %s begin anew",
@@ -227,20 +228,6 @@ def _that_know(callbacks: Sequence[Any]) -> list:
         for each in callbacks
         if hasattr(each, "state_dict") or _keras.changing(each, _keras.CHANGING)
     ]
-
-
-def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """The names, numbered by their earlier occurrences."""
-    seen: Counter[str] = Counter()
-    numbered = []
-    for name in names:
-        numbered.append((name, seen[name]))
-        seen[name] += 1
-    return numbered
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str, np.generic))
 
 
 def _plain(value: Any) -> Any:

@@ -103,8 +103,12 @@ class StopAtStep(InFit):
             self._left = self._from_optimizer()
         elif self._fit is not None:
             self._left = self._fit.steps_left or self._left
-        if self._fit is not None and self._comes_first(self._fit):
-            self._fit.steps_left, self._fit.more_steps = self._left, self._more_steps
+        fit = self._fit
+        # Another callback may stop the fit earlier.
+        if fit is not None and (
+            fit.more_steps in (None, self._more_steps) or self._left < (fit.steps_left or 0)
+        ):
+            fit.steps_left, fit.more_steps = self._left, self._more_steps
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts without a strategy."""
@@ -132,10 +136,6 @@ class StopAtStep(InFit):
     def last_step(self) -> int:
         """The optimizer step at which this fit ends, counted over the model's life."""
         return self._counts_from // self._steps_of_an_update() + self.n
-
-    def _comes_first(self, fit: FitControl) -> bool:
-        """Whether no other callback stops the fit earlier."""
-        return fit.more_steps in (None, self._more_steps) or self._left < (fit.steps_left or 0)
 
     def _made(self) -> int:
         optimizer = getattr(self._trainer, "optimizer", None)

@@ -180,7 +180,7 @@ def _split(path: str) -> tuple[str, str]:
 
 def _small_enough(manifest: Manifest, models: Sequence[Any]) -> tuple[Saved, ...]:
     saved = manifest.arrays.get(BESIDE, ())
-    size = sum(math.prod(each.entry.shape) * _bytes_of(each) for each in saved)
+    size = sum(math.prod(each.entry.shape) * np.dtype(each.entry.dtype).itemsize for each in saved)
     own = sum(variable.value.nbytes for model in models for variable in model.variables)
     if size <= max(own, _MOST_BYTES):
         return saved
@@ -190,7 +190,3 @@ def _small_enough(manifest: Manifest, models: Sequence[Any]) -> tuple[Saved, ...
         size,
     )
     return ()
-
-
-def _bytes_of(saved: Saved) -> int:
-    return np.dtype(saved.entry.dtype).itemsize

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -133,13 +133,18 @@ def _row(reader: CheckpointReader, step: int) -> CheckpointRow:
         manifest = reader.manifest(step)
     except CheckpointError as error:
         return CheckpointRow(step, problem=str(error))
-    sizes = {kind: _bytes(manifest, kind) for kind in (WEIGHTS, SLOTS, OPTIMIZER)}
+    # NumPy knows bfloat16 and similar dtypes after JAX is imported.
+    size = sum(
+        int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
+        for kind in (WEIGHTS, SLOTS, OPTIMIZER)
+        for entry in manifest.entries(kind)
+    )
     return CheckpointRow(
         step,
         manifest.training.get("epoch", 0) + 1,
         manifest.training.get("done", 0),
         sum(int(np.prod(entry.shape)) for entry in manifest.entries(WEIGHTS)),
-        sum(sizes.values()),
+        size,
         tuple(manifest.written.items()),
     )
 
@@ -156,14 +161,6 @@ def _cells(row: CheckpointRow) -> tuple[str, ...]:
         mesh,
         str(written.get("processes", "")),
         str(written.get("at", "")).partition(".")[0],  # to seconds
-    )
-
-
-def _bytes(manifest: Manifest, kind: str) -> int:
-    # NumPy knows bfloat16 and similar dtypes after JAX is imported.
-    return sum(
-        int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
-        for entry in manifest.entries(kind)
     )
 
 

@@ -36,6 +36,7 @@ from keras_tpu_dist.checkpoint.names import (
     follow,
     match,
     numbered,
+    slot_entry,
     unmatched_text,
 )
 from keras_tpu_dist.checkpoint.restore import assign_saved
@@ -377,7 +378,7 @@ class _Parts:
                 [(replace(entry_of(v), nth=nth[id(v)]), v) for v in own] for own in of_models
             ],
             SLOTS: [
-                [(_of_slot(v, *slots[id(v)], nth), v) for v in own if id(v) in slots]
+                [(slot_entry(v, *slots[id(v)], nth), v) for v in own if id(v) in slots]
                 for own in of_optimizers
             ],
             OPTIMIZER: _numbered([[v for v in own if id(v) not in slots] for own in of_optimizers]),
@@ -505,10 +506,6 @@ def _variables_of(item: Any) -> list:
 def _numbered(of_each: list[list]) -> list[list[tuple[Entry, Any]]]:
     numbers = iter([n for _, n in numbered(v.path for own in of_each for v in own)])
     return [[(replace(entry_of(v), nth=next(numbers)), v) for v in own] for own in of_each]
-
-
-def _of_slot(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
-    return replace(entry_of(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
 
 
 def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any], list[list]]:

@@ -106,8 +106,10 @@ def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
     in_model = numbered(v.path for v in model.variables)
     nth = {id(v): n for v, (_, n) in zip(model.variables, in_model)}
     state = {
-        WEIGHTS: [(_with_nth(entry_of(v), v, nth), v) for v in (*trainable, *non_trainable)],
-        SLOTS: [(_slot_entry(v, *slots[id(v)], nth), v) for v in optimizer if id(v) in slots],
+        WEIGHTS: [
+            (replace(entry_of(v), nth=nth.get(id(v), 0)), v) for v in (*trainable, *non_trainable)
+        ],
+        SLOTS: [(slot_entry(v, *slots[id(v)], nth), v) for v in optimizer if id(v) in slots],
         OPTIMIZER: [(entry_of(v), v) for v in optimizer if id(v) not in slots],
         METRICS: [(entry_of(v), v) for v in metrics],
     }
@@ -121,6 +123,18 @@ def entry_of(variable: Any) -> Entry:
         variable: A `keras.Variable`.
     """
     return Entry(variable.path, tuple(variable.shape), str(variable.dtype))
+
+
+def slot_entry(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
+    """The entry of an optimizer's slot.
+
+    Args:
+        slot: The variable.
+        name: The slot's name.
+        weight: Its weight.
+        nth: For weights by `id`, the number of weights with the same path before them.
+    """
+    return replace(entry_of(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
 
 
 def check_excluded(exclude: Iterable[str], paths: Iterable[str]) -> None:
@@ -181,7 +195,11 @@ def match(
     left = [i for i in wanted if i not in pairs]
     taken = set(pairs.values())
     pairs |= _equal(left, [j for j in offered if j not in taken], here, saved, paths)
-    reshaped = {i: j for i, j in pairs.items() if not _fits(here[i], saved[j])}
+    reshaped = {
+        i: j
+        for i, j in pairs.items()
+        if here[i].shape != saved[j].shape or not same_kind(here[i].dtype, saved[j].dtype)
+    }
     pairs = {i: j for i, j in pairs.items() if i not in reshaped}
     used = {*pairs.values(), *reshaped.values()}
     return Matching(
@@ -330,14 +348,6 @@ def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[st
     ]
 
 
-def _with_nth(entry: Entry, weight: Any, nth: Mapping[int, int]) -> Entry:
-    return replace(entry, nth=nth.get(id(weight), 0))
-
-
-def _slot_entry(variable: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
-    return _with_nth(replace(entry_of(variable), path=weight.path, slot=name), weight, nth)
-
-
 def same_kind(one: Any, other: Any) -> bool:
     """Whether both dtypes are integers, or neither: a float kernel cast to `int8` would be zeros.
 
@@ -351,10 +361,6 @@ def same_kind(one: Any, other: Any) -> bool:
     (True, False)
     """
     return jnp.issubdtype(one, jnp.integer) == jnp.issubdtype(other, jnp.integer)
-
-
-def _fits(here: Entry, saved: Entry) -> bool:
-    return here.shape == saved.shape and same_kind(here.dtype, saved.dtype)
 
 
 def _form(entry: Entry, other: Entry) -> str:

@@ -345,25 +345,21 @@ def _others(
     found: list[tuple[Saved, Any]] = []
     whole = len(slots) == len(here[SLOTS]) and rest.complete
     saved_by = manifest.written.get("optimizer")
-    if here[OPTIMIZER] and (whole or _is_of(optimizer, saved_by, manifest)):
+    has_optimizer = bool(manifest.arrays.get(OPTIMIZER))
+    alike = one_family(saved_by, type(optimizer).__name__)  # whose slots mean the same
+    if here[OPTIMIZER] and (whole or (alike and has_optimizer)):
         rest_pairs = rest.pairs if whole else _by_last_name(here[OPTIMIZER], manifest)
         found += _pairs(state, manifest, SLOTS, slots)
         found += _pairs(state, manifest, OPTIMIZER, rest_pairs)
         if not whole or len(slots) < len(manifest.entries(SLOTS)):
             _say_what_is_left(optimizer, saved_by, here, manifest, slots)
-    elif here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
+    elif here[OPTIMIZER] and has_optimizer:
         logger.warning(
             "the optimizer's state is not loaded: %s saved it, and it does not fit", saved_by
         )
     if metrics.complete:
         found += _pairs(state, manifest, METRICS, metrics.pairs)
     return found
-
-
-def _is_of(optimizer: Any, saved_by: Any, manifest: Manifest) -> bool:
-    """Whether slots of the checkpoint mean what those of this optimizer mean."""
-    fits = one_family(saved_by, type(optimizer).__name__)
-    return fits and bool(manifest.arrays.get(OPTIMIZER))
 
 
 def _by_last_name(here: list, manifest: Manifest) -> dict[int, int]:

@@ -158,6 +158,14 @@ class Store(CheckpointReader):
                 _WhenWritten(lambda: _dated(manifest(), before[-1]).to_json())
             ),
         }
+
+        def complete() -> None:
+            self._checkpointer.wait_until_finished()
+            if self._is_first:
+                self._looked_at.pop(step, None)
+                self.manifest(step)  # read back, and only then others are deleted
+                self._delete_others()
+
         if self._barriers is not None:
             self._barriers.begin()
         self._try(lambda: self._checkpointer.save(path, args=args.Composite(**items)))
@@ -166,7 +174,7 @@ class Store(CheckpointReader):
             # writing.
             self._completing = threading.Thread(
                 target=self._try,
-                args=(lambda: self._complete(step),),
+                args=(complete,),
                 name=f"checkpoint {step}",
                 daemon=True,
             )
@@ -193,14 +201,6 @@ class Store(CheckpointReader):
             trial.mkdir()
             trial.rmdir()
         return max((one.at_s for one in known.values()), default=0.0)
-
-    def _complete(self, step: int) -> None:
-        """Waits until a checkpoint is complete, reads it back, and only then deletes others."""
-        self._checkpointer.wait_until_finished()
-        if self._is_first:
-            self._looked_at.pop(step, None)
-            self.manifest(step)
-            self._delete_others()
 
     def _try(self, act: Callable[[], None]) -> None:
         """Does a part of saving. A failure is noted, and the other processes fail as well."""
@@ -361,20 +361,18 @@ class Store(CheckpointReader):
         try:
             self.wait()
             if run_has_ended and self._is_first:
-                self._note_end()
+                try:
+                    for step in self.steps[-1:]:
+                        note_ended(self._root / str(step))
+                except (CheckpointError, OSError) as error:
+                    logger.error(
+                        "programs that follow the run cannot see that it has ended. %s", error
+                    )
         finally:
             if self._lock is not None:
                 self._lock.release()
             if self._saver is not None:
                 self._saver.close()
-
-    def _note_end(self) -> None:
-        try:
-            steps = self.steps
-            if steps:
-                note_ended(self._root / str(steps[-1]))
-        except (CheckpointError, OSError) as error:
-            logger.error("programs that follow the run cannot see that it has ended. %s", error)
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
