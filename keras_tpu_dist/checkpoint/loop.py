@@ -42,7 +42,7 @@ from keras_tpu_dist.checkpoint.names import (
 from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
-from keras_tpu_dist.common.checks import FLAG, checked_path, known_words, require, whole
+from keras_tpu_dist.common.checks import PositiveInt, checked_path, known_words, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
@@ -128,12 +128,10 @@ class LoopCheckpoint:
         self,
         directory: str | os.PathLike,
         *objects: Any,
-        keep: int | None = 3,
+        keep: PositiveInt | None = 3,
         asynchronous: bool = False,
     ):
         path = checked_path("LoopCheckpoint", _WHERE, directory=directory)
-        require("LoopCheckpoint", whole(1), True, keep=keep)
-        require("LoopCheckpoint", FLAG, asynchronous=asynchronous)
         self._parts = _Parts(objects)
         self._turn, self._is_closed, self._is_entered = threading.RLock(), "", False
         place = path if "://" in path else os.path.realpath(path)

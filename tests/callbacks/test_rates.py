@@ -2,6 +2,7 @@
 
 import csv
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -111,7 +112,8 @@ def test_waiting_for_input_is_seen():
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_mfu_is_by_the_formula_of_dry_runs(steps, monkeypatch):
-    monkeypatch.setattr(of_rates, "_peak_flops", lambda: 1e6)
+    chip = SimpleNamespace(flops={"bfloat16": 1e6}, devices=1)
+    monkeypatch.setattr(of_rates, "of_kind", lambda kind: chip)
     model = made(steps)
     rates = ktd.callbacks.Rates()
     history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[rates]).history

@@ -525,15 +525,15 @@ def test_one_that_is_deleted_lets_go_of_the_folder(tmp_path):
 
 def test_one_that_is_deleted_while_it_writes_is_waited_for(tmp_path, monkeypatch, said):
     """The next one of this process found the folder locked, and a failure was in no log."""
-    stock = Store._complete
+    stock = Store._delete_others
 
-    def slow(store, step):
+    def slow(store):
         time.sleep(1)
-        stock(store, step)
-        if step == 2:
+        stock(store)
+        if store.steps[-1] == 2:
             raise OSError("no space left")
 
-    monkeypatch.setattr(Store, "_complete", slow)
+    monkeypatch.setattr(Store, "_delete_others", slow)
     for step in (1, 2):
         saved = opened(tmp_path, asynchronous=True)
         saved.restore()
