@@ -66,7 +66,7 @@ class Reader:
 def of_training() -> dict[str, Any]:
     position = {"start": random_numbers(), "now": random_numbers(), "made": 3, "done": 1}
     return {
-        **{"epoch": 1, "done": 1, "step": 9, "stopped": False, "swapped": False, "reached": None},
+        **{"epoch": 1, "done": 1, "step": 9, "stopped": False, "reached": None},
         **{"global_seed": [0, 3], "positions": [{**position, "state": {"json": "[1]"}}, None]},
         "callbacks": [{"class": "EarlyStopping", "attributes": {"wait": 1, "best": 0.5}}],
         "history": {"epoch": [0], "logs": {"loss": [0.5]}},

@@ -61,10 +61,9 @@ from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
 from keras_tpu_dist._keras.callback_states import ARRAYS as ARRAYS
+from keras_tpu_dist._keras.callback_states import AVERAGES_IN_MODEL as AVERAGES_IN_MODEL
 from keras_tpu_dist._keras.callback_states import CHANGING as CHANGING
-from keras_tpu_dist._keras.callback_states import averages_are_in_model as averages_are_in_model
 from keras_tpu_dist._keras.callback_states import changing as changing
-from keras_tpu_dist._keras.callback_states import note_averages as note_averages
 from keras_tpu_dist._keras.calls import PureCall as PureCall
 from keras_tpu_dist._keras.calls import computed_otherwise as computed_otherwise
 from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls

@@ -7,6 +7,8 @@ import keras
 
 logger = logging.getLogger("keras_tpu_dist")
 
+# Whether averages have replaced the weights; public replacement: none.
+AVERAGES_IN_MODEL = "_ema_weights_in_model"
 # Plain values, without those that `on_train_begin` or `on_epoch_begin` resets.
 CHANGING: dict[str, tuple[str, ...]] = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
@@ -23,12 +25,11 @@ CHANGING: dict[str, tuple[str, ...]] = {
         "_last_batch_seen",
         "_current_epoch",
     ),
-    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "SwapEMAWeights": (AVERAGES_IN_MODEL,),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
 # Lists of NumPy arrays, or `None`.
 ARRAYS: dict[str, tuple[str, ...]] = {"EarlyStopping": ("best_weights",)}
-_SWAPPED = "_ema_weights_in_model"
 
 
 def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -43,29 +44,6 @@ def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...
     kinds = [getattr(keras.callbacks, name, None) for name in table]
     found = [n for kind, n in zip(kinds, table.values()) if kind and isinstance(callback, kind)]
     return tuple(name for names in found for name in names if _has(callback, name))
-
-
-def averages_are_in_model(callback: Any) -> bool:
-    """Whether a `SwapEMAWeights` has replaced the weights by averages now.
-
-    Args:
-        callback: The callback.
-
-    Public replacement: none.
-    """
-    return _has(callback, _SWAPPED) and bool(getattr(callback, _SWAPPED))
-
-
-def note_averages(callback: Any, now: bool) -> None:
-    """Sets whether a `SwapEMAWeights` has replaced the weights by averages.
-
-    Args:
-        callback: The callback.
-        now: Whether it has.
-
-    Public replacement: none.
-    """
-    setattr(callback, _SWAPPED, now)
 
 
 def _has(callback: Any, name: str) -> bool:

@@ -16,7 +16,6 @@ from keras_tpu_dist.callbacks.states import (
     give_back,
     give_back_history,
     history_of,
-    note_swapped,
     plain_attributes,
     say_what_is_not_saved,
     standing_of,
@@ -467,7 +466,6 @@ class FitCheckpoints:
         training = resumed.manifest.training
         # A callback may have loaded another state, and set another first epoch.
         _keras.begin_at_epoch(fit.trainer, resumed.epoch)
-        note_swapped(fit.callbacks, training["swapped"])
         self.put_back(log=True)
         give_back_history(fit.trainer.history, resumed.history_at_end or training["history"])
         if fit.control is None and resumed.position is not None:
@@ -500,7 +498,6 @@ class FitCheckpoints:
             "callbacks": standing.states,
             "history": standing.history,
             "global_seed": standing.global_seed,
-            "swapped": standing.swapped,
             "compiled": self._compiled.to_dict(),
             "run": self.run,
         }

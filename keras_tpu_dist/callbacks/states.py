@@ -17,39 +17,6 @@ from keras_tpu_dist.common.once import log_once
 logger = logging.getLogger("keras_tpu_dist")
 
 
-def swapped(callbacks: Sequence[Any]) -> bool:
-    """Whether the model's weights are averages now, and the optimizer has the weights.
-
-    Args:
-        callbacks: The callbacks of a fit.
-    """
-    return any(_keras.averages_are_in_model(each) for each in _that_swap(callbacks))
-
-
-def note_swapped(callbacks: Sequence[Any], now: bool) -> None:
-    """Tells callbacks whether the loaded weights are averages.
-
-    Checkpoints of version 0.2 and before only have one flag for all callbacks together; newer ones
-    have the state of every callback.
-
-    Args:
-        callbacks: The callbacks of the fit that resumes.
-        now: The result of `swapped` for the callbacks of the fit that ended.
-    """
-    that_swap = _that_swap(callbacks)
-    for each in that_swap:
-        _keras.note_averages(each, now)
-    if now and not that_swap:
-        logger.warning(
-            "the checkpoint has averages in place of the weights, and this fit has no "
-            "SwapEMAWeights to swap them back: training goes on with the averages"
-        )
-
-
-def _that_swap(callbacks: Sequence[Any]) -> list:
-    return [each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
-
-
 def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """The states of callbacks: as plain data, and arrays by name.
 
@@ -100,6 +67,12 @@ def give_back(
             [name for name, _ in there],
             [name for name, _ in here],
             [key[0] for key in here if key not in there],
+        )
+    averages = any(each.get("attributes", {}).get(_keras.AVERAGES_IN_MODEL) for each in states)
+    if say and averages and not any(hasattr(each, _keras.AVERAGES_IN_MODEL) for each in callbacks):
+        logger.warning(
+            "the checkpoint has averages in place of the weights, and this fit has no "
+            "SwapEMAWeights to swap them back: training goes on with the averages"
         )
     for callback, key in zip(_that_know(callbacks), here):
         if key in there:
@@ -251,7 +224,6 @@ class Standing:
         history: The record of the epochs that have ended.
         global_seed: Keras's global random state.
         stopped: Whether training stops here.
-        swapped: Whether averages have replaced the weights.
     """
 
     states: list[dict[str, Any]]
@@ -259,7 +231,6 @@ class Standing:
     history: dict[str, Any]
     global_seed: Any
     stopped: bool
-    swapped: bool
     _variables: Sequence[Any] = ()
     _values: Sequence[Any] = ()
 
@@ -299,7 +270,6 @@ def standing_of(
         history=history or history_of(model.history),
         global_seed=_keras.global_seed(),
         stopped=bool(model.stop_training),
-        swapped=swapped(callbacks),
         _variables=variables,
         _values=_keras.values_of(list(variables)),
     )

@@ -33,7 +33,6 @@ OF_FIT = (
     "callbacks",
     "history",
     "global_seed",
-    "swapped",
     "compiled",
     "reached",
 )
@@ -306,7 +305,7 @@ def _is_dtype_of_numbers(name: str) -> bool:
 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("epoch", "done", "step"), _is_count),
-    **dict.fromkeys(("stopped", "swapped"), lambda value: isinstance(value, bool)),
+    "stopped": lambda value: isinstance(value, bool),
     "run": _is_name,
     "compiled": is_saved,
     "reached": lambda value: value is None or _is_count(value),

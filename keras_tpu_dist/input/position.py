@@ -204,9 +204,7 @@ def is_position(data: Any) -> bool:
     """
     names = {field.name for field in fields(InputPosition)}
     epochs = {"start_epoch", "now_epoch"}
-    # Checkpoints of version 0.2 and before have no epochs.
-    optional = {"state", "epoch", *epochs}
-    if not isinstance(data, dict) or not names - optional <= set(data) <= names:
+    if not isinstance(data, dict) or set(data) != names:
         return False
     epoch = data.get("epoch") or {}
     if not isinstance(epoch, dict) or not all(map(_is_count, epoch.values())):
