@@ -98,9 +98,9 @@ AS_CODE |= {"eval", "exec", "compile", "np.load", "numpy.load", "joblib.load", "
 AS_CODE |= {"yaml.load", "dill.loads", "cloudpickle.loads", "shelve.open"}
 MAY_BE_CODE = {
     # Its job and its result, in a folder that this process has just made for itself alone.
-    ("dryrun/worker.py", "pickle.load"),
-    ("dryrun/worker.py", "pickle.loads"),
-    ("dryrun/compile.py", "pickle.loads"),
+    ("tools/dryrun/worker.py", "pickle.load"),
+    ("tools/dryrun/worker.py", "pickle.loads"),
+    ("tools/dryrun/compile.py", "pickle.loads"),
 }
 # Attributes by a name that is no word of the source, and where that comes from.
 MAY_SET = {
@@ -123,6 +123,14 @@ MAY_SET = {
         "hardware/calibration.py",
         "object.__setattr__(self, name, _span(name, getattr(self, name)))",
     ): "_FACTORS, in the source",
+    (
+        "_keras/active.py",
+        "setattr(global_state.GLOBAL_STATE_TRACKER, name, value)",
+    ): "Keras's own attributes, set as Keras does",
+    (
+        "layers/beside.py",
+        "setattr(layer, name, np.asarray(saved[_OTHERS + name], _ATTRIBUTES[name]).tolist())",
+    ): "_ATTRIBUTES, in the source",
     ("processes/agreement.py", "setattr(callback, name, path)"): "_FILES, in the source",
 }
 
