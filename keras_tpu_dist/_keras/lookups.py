@@ -12,7 +12,7 @@ from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.calls import route_calls
 from keras_tpu_dist._keras.structure import flatten_layers
 from keras_tpu_dist._keras.trainer import on_compile, on_new_layer
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 _PIPELINE = (
     "Apply the layer in the input: dataset.map(lambda x, y: (layer(x), y)), or layer(x) before fit."
@@ -76,23 +76,19 @@ def _check_fits_in_program(layer) -> None:
         options = {"oov_method": "farmhash"}
         fix = f'Give it oov_method="floormod". {_PIPELINE}'
     if options:
-        raise ValueError(
-            message(
-                "Not all options of IntegerLookup work in a compiled model.",
-                received={"layer": layer.name, **options},
-                fix=fix,
-            )
+        raise value_error(
+            "Not all options of IntegerLookup work in a compiled model.",
+            received={"layer": layer.name, **options},
+            fix=fix,
         )
 
 
 def _check_range(layer, tokens: np.ndarray, dtype: Any) -> None:
     if len(tokens) and max(abs(int(tokens.min())), int(tokens.max())) > np.iinfo(dtype).max:
-        raise ValueError(
-            message(
-                "In a compiled model, integers of a vocabulary must fit into JAX's integers.",
-                received={"layer": layer.name, "largest": int(np.abs(tokens).max())},
-                fix=f"Set JAX_ENABLE_X64=1. {_PIPELINE}",
-            )
+        raise value_error(
+            "In a compiled model, integers of a vocabulary must fit into JAX's integers.",
+            received={"layer": layer.name, "largest": int(np.abs(tokens).max())},
+            fix=f"Set JAX_ENABLE_X64=1. {_PIPELINE}",
         )
 
 
@@ -101,13 +97,11 @@ def _refused(stock, layer, args, kwargs):
     arrays = [a for a in jax.tree.leaves((args, kwargs)) if isinstance(a, jax.core.Tracer)]
     if active_strategy() is None or not arrays:
         return stock(*args, **kwargs)
-    raise ValueError(
-        message(
-            f"{type(layer).__name__} computes on the host, with TensorFlow; a compiled model "
-            "cannot hold it.",
-            received={"layer": layer.name, "dtypes": [str(a.dtype) for a in arrays]},
-            fix=f"{_PIPELINE} IntegerLookup and Discretization work in the model.",
-        )
+    raise value_error(
+        f"{type(layer).__name__} computes on the host, with TensorFlow; a compiled model "
+        "cannot hold it.",
+        received={"layer": layer.name, "dtypes": [str(a.dtype) for a in arrays]},
+        fix=f"{_PIPELINE} IntegerLookup and Discretization work in the model.",
     )
 
 

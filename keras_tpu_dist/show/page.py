@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
 from keras_tpu_dist.show.text import cell_html
@@ -303,24 +303,20 @@ def file_of(path: str | os.PathLike) -> Path:
     """
     named = isinstance(path, (str, os.PathLike)) and os.fspath(path) != ""
     if not named:
-        raise ValueError(
-            message(
-                "A page needs the path of a file.",
-                received={"path": path},
-                fix='Write for example "report.html".',
-            )
+        raise value_error(
+            "A page needs the path of a file.",
+            received={"path": path},
+            fix='Write for example "report.html".',
         )
     file = Path(path).resolve()
     if file.parent.is_dir() and not file.is_dir():
         return file
-    raise ValueError(
-        message(
-            "The file to write must be in a folder that exists.",
-            received={"path": os.fspath(path)},
-            fix="Add the name of a file."
-            if file.is_dir()
-            else f"Create the folder {str(file.parent)!r} first.",
-        )
+    raise value_error(
+        "The file to write must be in a folder that exists.",
+        received={"path": os.fspath(path)},
+        fix="Add the name of a file."
+        if file.is_dir()
+        else f"Create the folder {str(file.parent)!r} first.",
     )
 
 

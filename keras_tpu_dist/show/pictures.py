@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_tpu_dist.common.axes import Axes, entry_names, layout_text, names_in
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.show.colours import (
     EMPTY,
     EMPTY_FIGURE,
@@ -140,12 +140,10 @@ class Picture(Shown):
         try:
             self.figure(Figure).savefig(file, dpi=150, bbox_inches="tight")
         except ValueError as error:
-            raise ValueError(
-                message(
-                    "The file's ending must be a format that matplotlib knows.",
-                    received=f"path={os.fspath(path)!r}: {error}.",
-                    fix="Use the ending .png or .svg.",
-                )
+            raise value_error(
+                "The file's ending must be a format that matplotlib knows.",
+                received=f"path={os.fspath(path)!r}: {error}.",
+                fix="Use the ending .png or .svg.",
             ) from error
 
 

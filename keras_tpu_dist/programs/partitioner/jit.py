@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.phases import BUILD, phase
 from keras_tpu_dist.programs.jaxprs import (
     constants_of,
@@ -353,13 +353,10 @@ def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
     try:
         spread = jax.tree.broadcast(marked, arrays)
     except ValueError as error:
-        raise ValueError(
-            message(
-                "Layouts need the structure of the arrays they are for, or a prefix of it.",
-                received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
-                fix="Give a layout, or None, at every place where the arrays have a leaf or a "
-                "node.",
-            )
+        raise value_error(
+            "Layouts need the structure of the arrays they are for, or a prefix of it.",
+            received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
+            fix="Give a layout, or None, at every place where the arrays have a leaf or a node.",
         ) from error
     places = jax.tree_util.tree_flatten_with_path(arrays)[0]
     return [
@@ -375,15 +372,13 @@ def _is_layout(node: Any) -> bool:
 def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
     axes, rank = spec_axes(sharding), len(jax.numpy.shape(array))
     if len(axes) > rank:
-        raise ValueError(
-            message(
-                "A layout cannot have more dimensions than its array.",
-                received={
-                    "array": jax.tree_util.keystr(path),
-                    "shape": jax.numpy.shape(array),
-                    "layout": tuple(sharding.spec),
-                },
-                fix="Give at most one entry for every dimension of the array.",
-            )
+        raise value_error(
+            "A layout cannot have more dimensions than its array.",
+            received={
+                "array": jax.tree_util.keystr(path),
+                "shape": jax.numpy.shape(array),
+                "layout": tuple(sharding.spec),
+            },
+            fix="Give at most one entry for every dimension of the array.",
         )
     return axes

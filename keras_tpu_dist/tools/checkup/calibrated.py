@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.chips import Chip, of_kind
 from keras_tpu_dist.tools.checkup.bench import median
@@ -27,13 +27,11 @@ def chip_of(device_kinds: Sequence[str]) -> Chip:
     chip = of_kind(device_kinds[0])
     if chip is not None and len(set(device_kinds)) == 1:
         return chip
-    raise ValueError(
-        message(
-            "A calibration needs checks of one kind of TPU.",
-            received={"device_kind": list(dict.fromkeys(device_kinds))},
-            fix="Check the TPU that you train on, one kind at a time. Measurements on simulated "
-            "devices say nothing about a TPU.",
-        )
+    raise value_error(
+        "A calibration needs checks of one kind of TPU.",
+        received={"device_kind": list(dict.fromkeys(device_kinds))},
+        fix="Check the TPU that you train on, one kind at a time. Measurements on simulated "
+        "devices say nothing about a TPU.",
     )
 
 

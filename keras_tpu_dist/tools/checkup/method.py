@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_tpu_dist.common.checks import check_model, require, whole
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.prepared import why_not
 from keras_tpu_dist.tools.checkup.report import Check
@@ -23,12 +23,10 @@ def check(
 ) -> Check:
     """See `TPUStrategy.check`."""
     if strategy.topology is not None:
-        raise ValueError(
-            message(
-                "Only attached devices can be checked.",
-                received={"topology": strategy.topology.name},
-                fix="Leave `topology` out; for a slice that you don't have, use dry_run.",
-            )
+        raise value_error(
+            "Only attached devices can be checked.",
+            received={"topology": strategy.topology.name},
+            fix="Leave `topology` out; for a slice that you don't have, use dry_run.",
         )
     if model is not None:
         check_model(model, "check")
@@ -37,12 +35,10 @@ def check(
         require("check", whole(strategy.num_replicas_in_sync), batch_size=batch_size)
     require("check", whole(1), True, sequence_length=sequence_length)
     if model is not None and (why := why_not(model)):
-        raise ValueError(
-            message(
-                "A check of a model compares one of its training steps.",
-                received=f"model {model.name!r}: {why}.",
-                fix="Build the model, compile it without run_eagerly, or leave it out.",
-            )
+        raise value_error(
+            "A check of a model compares one of its training steps.",
+            received=f"model {model.name!r}: {why}.",
+            fix="Build the model, compile it without run_eagerly, or leave it out.",
         )
     given = Given(x, y, sample_weight, sequence_length, batch_size)
     return run_check(strategy, steps(model, given), minutes)
@@ -51,10 +47,8 @@ def check(
 def _check_minutes(minutes: Any) -> None:
     number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
     if not number or not 0 < minutes < float("inf"):
-        raise ValueError(
-            message(
-                "minutes is the time limit of a check, a number above 0.",
-                received={"minutes": minutes},
-                fix="Write for example minutes=3.",
-            )
+        raise value_error(
+            "minutes is the time limit of a check, a number above 0.",
+            received={"minutes": minutes},
+            fix="Write for example minutes=3.",
         )

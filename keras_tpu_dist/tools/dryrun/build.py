@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.mesh import auto_mesh
@@ -142,12 +142,10 @@ class Lowered:
         if calibration is None:
             return self
         if self.topology is None:
-            raise ValueError(
-                message(
-                    "A calibration needs a TPU slice and the TPU compiler.",
-                    received={"calibration": str(calibration), "mesh": dict(self.axes)},
-                    fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
-                )
+            raise value_error(
+                "A calibration needs a TPU slice and the TPU compiler.",
+                received={"calibration": str(calibration), "mesh": dict(self.axes)},
+                fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
             )
         applied = calibration.applied(self.topology)
         return replace(self, topology=applied, calibration=calibration)
@@ -377,13 +375,11 @@ def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.O
 
 def _check_built(model: keras.Model) -> None:
     if not _keras.is_built(model):
-        raise ValueError(
-            message(
-                "A model passed to a dry run must be built.",
-                received=f"model {model.name!r}, some of whose layers have no weights yet.",
-                fix="Pass the function that builds and compiles the model instead, or call the "
-                "model on data first.",
-            )
+        raise value_error(
+            "A model passed to a dry run must be built.",
+            received=f"model {model.name!r}, some of whose layers have no weights yet.",
+            fix="Pass the function that builds and compiles the model instead, or call the "
+            "model on data first.",
         )
 
 
@@ -417,24 +413,20 @@ def _check_model(model: Any, mode: str) -> None:
     if mode == "generate":
         _check_generates(model)
     if mode != "predict" and not model.compiled:
-        raise ValueError(
-            message(
-                f"A dry run of mode {mode!r} needs a compiled model.",
-                received=f"model {model.name!r}, on which compile() was not called.",
-                fix='Call model.compile(optimizer, loss) in build(), or use mode="predict".',
-            )
+        raise value_error(
+            f"A dry run of mode {mode!r} needs a compiled model.",
+            received=f"model {model.name!r}, on which compile() was not called.",
+            fix='Call model.compile(optimizer, loss) in build(), or use mode="predict".',
         )
 
 
 def _check_generates(model: keras.Model) -> None:
     if not _keras.generates(model):
-        raise ValueError(
-            message(
-                'A dry run of mode "generate" needs a model with generate_step(), as language '
-                "models of KerasHub have.",
-                received=f"model {model.name!r}, a {type(model).__name__}.",
-                fix='Pass a CausalLM, or use mode="predict" for one call of the model.',
-            )
+        raise value_error(
+            'A dry run of mode "generate" needs a model with generate_step(), as language '
+            "models of KerasHub have.",
+            received=f"model {model.name!r}, a {type(model).__name__}.",
+            fix='Pass a CausalLM, or use mode="predict" for one call of the model.',
         )
 
 
@@ -448,14 +440,12 @@ def checked_mode(mode: Any) -> str:
         ValueError: If it is none of these.
     """
     if not isinstance(mode, str) or mode not in KINDS:
-        raise ValueError(
-            message(
-                "The mode selects the step to compile.",
-                received={"mode": mode},
-                fix=f"Use one of: {', '.join(KINDS)}.",
-                name=str(mode),
-                choices=KINDS,
-            )
+        raise value_error(
+            "The mode selects the step to compile.",
+            received={"mode": mode},
+            fix=f"Use one of: {', '.join(KINDS)}.",
+            name=str(mode),
+            choices=KINDS,
         )
     return KINDS[mode]
 
@@ -595,14 +585,12 @@ def export_step(
     try:
         return exported(_with_zeros_of_the_host(flat_step, state, leaves))
     except NotImplementedError:
-        raise ValueError(
-            message(
-                "The step of a dry run is compiled in another process, which cannot call Python "
-                "code of this process.",
-                received="a step that calls Python for its effects, as jax.debug.print and "
-                "jax.experimental.io_callback do.",
-                fix="Leave it out of the model that `build` returns.",
-            )
+        raise value_error(
+            "The step of a dry run is compiled in another process, which cannot call Python "
+            "code of this process.",
+            received="a step that calls Python for its effects, as jax.debug.print and "
+            "jax.experimental.io_callback do.",
+            fix="Leave it out of the model that `build` returns.",
         ) from cause
 
 

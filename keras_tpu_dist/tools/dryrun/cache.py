@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.dryrun import worker
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -72,12 +72,10 @@ class Cache:
             return cls(Path(folder, "keras_tpu_dist"))
         if isinstance(cache, (str, os.PathLike)) and str(cache):
             return cls(cache)
-        raise ValueError(
-            message(
-                "cache is a folder for compilations, True for the default one, or False.",
-                received={"cache": cache},
-                fix='Write for example cache="/tmp/compilations", or cache=False for none.',
-            )
+        raise value_error(
+            "cache is a folder for compilations, True for the default one, or False.",
+            received={"cache": cache},
+            fix='Write for example cache="/tmp/compilations", or cache=False for none.',
         )
 
     def get(self, key: str) -> dict[str, Any] | None:

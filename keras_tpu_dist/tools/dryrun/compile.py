@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, runtime_error
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
@@ -159,12 +159,10 @@ def run_compiler(
     result, log = run_job(job, environment, timeout, where)
     error = result.get("error")
     if error and not is_about_hbm(error):
-        raise RuntimeError(
-            message(
-                "The compiler refused the program.",
-                received=f"{error} (compiling for {where}).",
-                fix=_fix_of(error, lowered),
-            )
+        raise runtime_error(
+            "The compiler refused the program.",
+            received=f"{error} (compiling for {where}).",
+            fix=_fix_of(error, lowered),
         )
     return result, log
 

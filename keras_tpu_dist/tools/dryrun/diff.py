@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.tools.dryrun.run import DryRun
@@ -51,12 +51,10 @@ def diff(a: DryRun, b: DryRun) -> Diff:
     """
     for name, run in {"a": a, "b": b}.items():
         if not isinstance(run, DryRun):
-            raise ValueError(
-                message(
-                    "diff compares two dry runs.",
-                    received={name: run},
-                    fix="Pass the results of ktd.dry_run(...).",
-                )
+            raise value_error(
+                "diff compares two dry runs.",
+                received={name: run},
+                fix="Pass the results of ktd.dry_run(...).",
             )
     rows = [
         ("slice", a.compiled_for, b.compiled_for, ""),

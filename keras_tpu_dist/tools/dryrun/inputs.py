@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.tools.dryrun.open_sizes import filled
@@ -26,12 +26,10 @@ def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> None:
         caller: The function that got them.
     """
     if not callable(build) or not hasattr(strategy, "placer"):
-        raise ValueError(
-            message(
-                f"{caller} takes a function that builds a model, or a model, and a TPUStrategy.",
-                received={"build": build, "strategy": strategy},
-                fix=f'Write {caller}(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
-            )
+        raise value_error(
+            f"{caller} takes a function that builds a model, or a model, and a TPUStrategy.",
+            received={"build": build, "strategy": strategy},
+            fix=f'Write {caller}(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
         )
 
 
@@ -60,14 +58,12 @@ def check_batch_size(batch_size: int, strategy: Strategy) -> None:
         strategy: The strategy, whose data axes split the batch into parts.
     """
     if not is_count(batch_size, strategy.num_replicas_in_sync):
-        raise ValueError(
-            message(
-                "The batch size is the global one, with at least one row for every part that the "
-                "data axes make.",
-                received=f"batch_size={batch_size!r} with {strategy.num_replicas_in_sync} part(s) "
-                f"(data axes {strategy.data_axes}).",
-                fix=f"Use a batch size of {strategy.num_replicas_in_sync} or more.",
-            )
+        raise value_error(
+            "The batch size is the global one, with at least one row for every part that the "
+            "data axes make.",
+            received=f"batch_size={batch_size!r} with {strategy.num_replicas_in_sync} part(s) "
+            f"(data axes {strategy.data_axes}).",
+            fix=f"Use a batch size of {strategy.num_replicas_in_sync} or more.",
         )
 
 
@@ -100,13 +96,11 @@ def described_batch(
     declares = bool(getattr(model, "inputs", None))
     if x is None:
         if not declares:
-            raise ValueError(
-                message(
-                    "A dry run needs to know the input.",
-                    received=f"x=None and model {model.name!r}, which declares no inputs.",
-                    fix='Pass x as an array, or as jax.ShapeDtypeStruct((1, 28, 28), "float32"); '
-                    "its rows are replaced by batch_size.",
-                )
+            raise value_error(
+                "A dry run needs to know the input.",
+                received=f"x=None and model {model.name!r}, which declares no inputs.",
+                fix='Pass x as an array, or as jax.ShapeDtypeStruct((1, 28, 28), "float32"); '
+                "its rows are replaced by batch_size.",
             )
         x = _keras.declared_inputs(model)
     given = (x, None, None) if mode == "predict" else (x, y, sample_weight)
@@ -180,22 +174,18 @@ def _dtype(leaf: Any) -> np.dtype:
     """The dtype in which a step gets an array."""
     if getattr(leaf.dtype, "kind", None) in ("O", "S", "U") or "string" in str(leaf.dtype):
         if isinstance(leaf, keras.KerasTensor):
-            raise ValueError(
-                message(
-                    "A TPU computes no text, so a dry run has no input of strings.",
-                    received=f"an input of shape {leaf.shape}, of dtype {leaf.dtype}.",
-                    fix="Leave out text layers, such as StringLookup or TextVectorization: apply "
-                    "them to the dataset, dataset.map(lambda x, y: (layer(x), y)), and begin the "
-                    'model with keras.Input(..., dtype="int32").',
-                )
+            raise value_error(
+                "A TPU computes no text, so a dry run has no input of strings.",
+                received=f"an input of shape {leaf.shape}, of dtype {leaf.dtype}.",
+                fix="Leave out text layers, such as StringLookup or TextVectorization: apply "
+                "them to the dataset, dataset.map(lambda x, y: (layer(x), y)), and begin the "
+                'model with keras.Input(..., dtype="int32").',
             )
-        raise ValueError(
-            message(
-                "The input of a dry run must be numeric arrays, or their shapes.",
-                received=f"{leaf!r}, of dtype {leaf.dtype}.",
-                fix="Pass x and y separately, as one batch of a dataset or generator, or as "
-                'jax.ShapeDtypeStruct((1, 28, 28), "float32").',
-            )
+        raise value_error(
+            "The input of a dry run must be numeric arrays, or their shapes.",
+            received=f"{leaf!r}, of dtype {leaf.dtype}.",
+            fix="Pass x and y separately, as one batch of a dataset or generator, or as "
+            'jax.ShapeDtypeStruct((1, 28, 28), "float32").',
         )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     # fit casts floats of arrays to the model's default float; those of a dataset do not change

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.dryrun.report import DryRun
 
@@ -102,11 +102,9 @@ def _next_guess(
 
 def _verdict(run: DryRun) -> bool:
     if run.fits is None:
-        raise RuntimeError(
-            message(
-                "Only the TPU compiler can find the largest batch that fits.",
-                received="libtpu, which contains that compiler, is not installed.",
-                fix="pip install 'jax[tpu]'.",
-            )
+        raise runtime_error(
+            "Only the TPU compiler can find the largest batch that fits.",
+            received="libtpu, which contains that compiler, is not installed.",
+            fix="pip install 'jax[tpu]'.",
         )
     return run.fits

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
@@ -303,21 +303,17 @@ def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:
     """
     given = getattr(directory, "directory", directory)
     if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise ValueError(
-            message(
-                "read_profile needs a directory that callbacks.Profile wrote.",
-                received={"directory": directory},
-                fix='Write for example ktd.read_profile("profile").',
-            )
+        raise value_error(
+            "read_profile needs a directory that callbacks.Profile wrote.",
+            received={"directory": directory},
+            fix='Write for example ktd.read_profile("profile").',
         )
     folders = sorted(path.parent for path in Path(given).glob(f"process_*/*/{MANIFEST}"))
     if not folders:
-        raise ValueError(
-            message(
-                "read_profile needs a directory that callbacks.Profile wrote.",
-                received=f"{os.fspath(given)!r}, which has no profile.",
-                fix="Look for a WARNING of Profile in the log: its steps may never have run.",
-            )
+        raise value_error(
+            "read_profile needs a directory that callbacks.Profile wrote.",
+            received=f"{os.fspath(given)!r}, which has no profile.",
+            fix="Look for a WARNING of Profile in the log: its steps may never have run.",
         )
     return _added([_Traced(folder) for folder in folders])
 
@@ -538,12 +534,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     )
     if right:
         return {"platform": "", "device_kind": "", **data}
-    raise ValueError(
-        message(
-            "A profile needs a valid manifest.",
-            received=f"{str(path)!r}, which callbacks.Profile did not write in this form.",
-            fix="Profile again: the run may have been killed in the middle of a trace.",
-        )
+    raise value_error(
+        "A profile needs a valid manifest.",
+        received=f"{str(path)!r}, which callbacks.Profile did not write in this form.",
+        fix="Profile again: the run may have been killed in the middle of a trace.",
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.mesh import SEQUENCE_AXIS
 from keras_tpu_dist.hardware.topology import Topology
 
@@ -21,12 +21,10 @@ def grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) 
     grows = next(iter((*data_axes, *(name for name in axes if name == SEQUENCE_AXIS))), None)
     others = math.prod(size for name, size in axes.items() if name != grows)
     if grows is None or topology.num_devices % others:
-        raise ValueError(
-            message(
-                "On another slice, the first data axis gets the devices that the other axes leave.",
-                received=f"{topology.num_devices} devices of {topology.name} for the mesh {axes} "
-                f"with data axes {data_axes}.",
-                fix='Give the axis sizes on that slice, as in mesh={"data": -1, "model": 4}.',
-            )
+        raise value_error(
+            "On another slice, the first data axis gets the devices that the other axes leave.",
+            received=f"{topology.num_devices} devices of {topology.name} for the mesh {axes} "
+            f"with data axes {data_axes}.",
+            fix='Give the axis sizes on that slice, as in mesh={"data": -1, "model": 4}.',
         )
     return {**axes, grows: topology.num_devices // others}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import FLAG, FUNCTION, SECONDS, require
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
@@ -143,14 +143,12 @@ def _of_the_largest(step: Subject, how: How) -> DryRun:
     strategy = step.strategy
     if strategy.topology is None or not has_libtpu():
         lacks = "libtpu" if strategy.topology else "a slice, whose memory is known"
-        raise ValueError(
-            message(
-                "Without a batch size, a dry run uses the largest that fits, which needs a slice "
-                "and its compiler.",
-                received=f"batch_size=None, without {lacks}.",
-                fix="Give batch_size, the rows of all devices together"
-                + (", or pip install 'jax[tpu]'." if strategy.topology else "."),
-            )
+        raise value_error(
+            "Without a batch size, a dry run uses the largest that fits, which needs a slice "
+            "and its compiler.",
+            received=f"batch_size=None, without {lacks}.",
+            fix="Give batch_size, the rows of all devices together"
+            + (", or pip install 'jax[tpu]'." if strategy.topology else "."),
         )
     unit = strategy.num_replicas_in_sync
     found = find_largest(
@@ -270,14 +268,12 @@ def check_progress(caller: str, progress: Any) -> None:
 
 def _check_effort(effort: Any) -> None:
     if not isinstance(effort, str) or effort not in EFFORTS:
-        raise ValueError(
-            message(
-                "The effort is how hard the compiler tries.",
-                received={"effort": effort},
-                fix="Use 'quick' or 'exact'.",
-                name=str(effort),
-                choices=EFFORTS,
-            )
+        raise value_error(
+            "The effort is how hard the compiler tries.",
+            received={"effort": effort},
+            fix="Use 'quick' or 'exact'.",
+            name=str(effort),
+            choices=EFFORTS,
         )
 
 

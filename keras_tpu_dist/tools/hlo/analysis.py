@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.hlo import collectives, cost, kernels, silent, traffic
 from keras_tpu_dist.tools.hlo.collectives import Collective
 from keras_tpu_dist.tools.hlo.layers import OTHER, Attribution, phase
@@ -267,12 +267,10 @@ def _analyzed(text: str, read: Callable[[Program], Any]) -> Any:
         check(program)
         return read(program)
     except _OF_ANOTHER_FORM as error:
-        raise ValueError(
-            message(
-                "The text must be a compiled program, from compiled.as_text().",
-                received=f"one that cannot be read ({type(error).__name__}: {error}).",
-                fix="Pass the whole text, unchanged; if that fails, report it.",
-            )
+        raise value_error(
+            "The text must be a compiled program, from compiled.as_text().",
+            received=f"one that cannot be read ({type(error).__name__}: {error}).",
+            fix="Pass the whole text, unchanged; if that fails, report it.",
         ) from error
 
 

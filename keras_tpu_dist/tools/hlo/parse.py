@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes as _  # noqa: F401
 import numpy as np
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 
 # What runs beside the main thread, as on a SparseCore, says so where it ends.
 _END = re.compile(r"\}(?:, execution_thread=\"([^\"]*)\")?")
@@ -317,12 +317,10 @@ def parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry = current = None
     if not isinstance(text, str):
-        raise ValueError(
-            message(
-                "A compiled program is read from its text.",
-                received={"text": text},
-                fix="Pass compiled.as_text().",
-            )
+        raise value_error(
+            "A compiled program is read from its text.",
+            received={"text": text},
+            fix="Pass compiled.as_text().",
         )
     for line in text.splitlines():
         if current is None:
@@ -341,12 +339,10 @@ def parse(text: str) -> Program:
             # the metadata of hand-written kernels may break lines
             current.instructions[-1].attributes += line
     if entry is None or entry.name not in computations:
-        raise ValueError(
-            message(
-                "The text is no compiled program: it has no ENTRY computation.",
-                received={"text": text[:80]},
-                fix="Pass compiled.as_text().",
-            )
+        raise value_error(
+            "The text is no compiled program: it has no ENTRY computation.",
+            received={"text": text[:80]},
+            fix="Pass compiled.as_text().",
         )
     return Program(computations, entry)
 

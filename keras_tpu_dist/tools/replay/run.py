@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import FLAG, SECONDS, require
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.host_arrays import padded
@@ -185,36 +185,28 @@ def _check(
     require("verify", SECONDS, timeout=timeout)
     require("verify", FLAG, as_on_chip=as_on_chip)
     if mode not in _MODES:
-        raise ValueError(
-            message(
-                f"verify runs one of {', '.join(_MODES)}.",
-                received={"mode": mode},
-                fix='Verify the step of a token with mode="predict".',
-            )
+        raise value_error(
+            f"verify runs one of {', '.join(_MODES)}.",
+            received={"mode": mode},
+            fix='Verify the step of a token with mode="predict".',
         )
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise ValueError(
-            message(
-                "steps of verify is a whole number of at least 1, or None.",
-                received={"steps": steps},
-                fix="Leave it out to take steps_per_execution of compile.",
-            )
+        raise value_error(
+            "steps of verify is a whole number of at least 1, or None.",
+            received={"steps": steps},
+            fix="Leave it out to take steps_per_execution of compile.",
         )
     if strategy.topology is None:
-        raise ValueError(
-            message(
-                "verify needs a slice to compile for.",
-                received=f"a strategy on {len(strategy.mesh.devices.flat)} attached devices.",
-                fix='Pass TPUStrategy(..., topology="v5e:2x4").',
-            )
+        raise value_error(
+            "verify needs a slice to compile for.",
+            received=f"a strategy on {len(strategy.mesh.devices.flat)} attached devices.",
+            fix='Pass TPUStrategy(..., topology="v5e:2x4").',
         )
     if not has_libtpu():
-        raise RuntimeError(
-            message(
-                "verify needs the TPU compiler.",
-                received="libtpu is not installed.",
-                fix="pip install 'jax[tpu]', on Linux x86-64.",
-            )
+        raise runtime_error(
+            "verify needs the TPU compiler.",
+            received="libtpu is not installed.",
+            fix="pip install 'jax[tpu]', on Linux x86-64.",
         )
 
 
@@ -331,12 +323,10 @@ class _Compiled:
         job["compiler_options"] = wanted
         answer, _ = run_compiler(self._lowered, job, self._timeout, self._where)
         if error := answer.get("error"):
-            raise RuntimeError(
-                message(
-                    "A program must fit into the chip's memory to be verified.",
-                    received=str(error)[:400],
-                    fix="Use a smaller model of the same kind, a smaller batch or a larger slice.",
-                )
+            raise runtime_error(
+                "A program must fit into the chip's memory to be verified.",
+                received=str(error)[:400],
+                fix="Use a smaller model of the same kind, a smaller batch or a larger slice.",
             )
         return answer
 
@@ -363,13 +353,11 @@ class _Compiled:
         """
         (rows,) = self.run([self._answer["text"]])
         if isinstance(rows, str):
-            raise RuntimeError(
-                message(
-                    "The TPU's program must run on simulated devices.",
-                    received=rows[:600],
-                    fix="Please report it with the model: the rewriting of this program has a "
-                    "fault. Leave layers out to verify the rest.",
-                )
+            raise runtime_error(
+                "The TPU's program must run on simulated devices.",
+                received=rows[:600],
+                fix="Please report it with the model: the rewriting of this program has a "
+                "fault. Leave layers out to verify the rest.",
             )
         return rows
 
