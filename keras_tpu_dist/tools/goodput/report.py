@@ -142,10 +142,6 @@ class GoodputReport(Page):
             start.ended,
         )
 
-    def _start_cells(self, number: int, start: StartOfRun) -> list[TableCell]:
-        values = (number, start.processes, start.seconds, start.step, None)
-        return [TableCell(words, v) for words, v in zip(self._start_row(number, start), values)]
-
     def _remarks(self) -> list[str]:
         remarks = []
         if self.full:
@@ -176,7 +172,15 @@ class GoodputReport(Page):
 
     def _page(self) -> str:
         header = ("start", "processes", "time", "until step", "how it ended")
-        rows = [self._start_cells(n, start) for n, start in enumerate(self.starts, 1)]
+        rows = [
+            [
+                TableCell(words, value)
+                for words, value in zip(
+                    self._start_row(n, start), (n, start.processes, start.seconds, start.step, None)
+                )
+            ]
+            for n, start in enumerate(self.starts, 1)
+        ]
         remarks = [f"<p>{remark}</p>" for remark in self._remarks()]
         parts = [f"<h1>{self._title()}</h1>", *remarks, *self._blocks(), "<h2>Starts</h2>"]
         return document("Goodput", [*parts, sortable(header, rows)])
@@ -246,17 +250,23 @@ class _Run:
         Args:
             record: A line from `records.read`.
         """
-        getattr(self, f"_{record['what']}")(record, record["at"])
+        what, at = record["what"], record["at"]
+        if what == records.LAUNCH:
+            self.close()
+            self._begin(at)
+            self._processes = record.get("processes")
+        elif what == records.START:
+            self._start(record, at)
+        elif what == records.SPENT:
+            self._spent(record, at)
+        else:
+            failed = what == records.FAILED or record.get("code")
+            self._over(record, at, "failed" if failed else "ended")
 
     def close(self) -> None:
         """Adds the last start, if the file does not contain its end."""
         if self._began is not None:
             self._end("unknown")
-
-    def _launch(self, record: Mapping[str, Any], at: float) -> None:
-        self.close()
-        self._begin(at)
-        self._processes = record.get("processes")
 
     def _start(self, record: Mapping[str, Any], at: float) -> None:
         since = min(record.get("since", at), at)
@@ -277,12 +287,6 @@ class _Run:
         self.clock = max(self.clock, at)
         self._now = record.get("now", self._now)
         self._step = record.get("step", self._step)
-
-    def _failed(self, record: Mapping[str, Any], at: float) -> None:
-        self._over(record, at, "failed")
-
-    def _ended(self, record: Mapping[str, Any], at: float) -> None:
-        self._over(record, at, "failed" if record.get("code") else "ended")
 
     def _over(self, record: Mapping[str, Any], at: float, how: str) -> None:
         if self._began is None:

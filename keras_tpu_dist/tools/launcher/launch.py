@@ -232,7 +232,8 @@ class _Start:
                 self._processes.append(_started(self._command, environment))
                 output = self._processes[-1].stdout
                 assert output is not None
-                path = self._folder / self._name(number)
+                start = "" if self._attempt == 1 else f".start{self._attempt}"
+                path = self._folder / f"{number}{start}.log"
                 self._readers.append(Reader(output, number, path, _write))
             self._wait(grace_s)
             if self._again and len(self._ends) < self._number:
@@ -249,11 +250,10 @@ class _Start:
                 reader.join(max(0.0, until - time.monotonic()))
         return self._outcome(time.monotonic() - began)
 
-    def _name(self, number: int) -> str:
-        return f"{number}.log" if self._attempt == 1 else f"{number}.start{self._attempt}.log"
-
     def _environments(self) -> list[dict[str, str]]:
-        address = f"127.0.0.1:{_free_port()}"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
         found = []
         for number in range(self._number):
             one = {
@@ -360,7 +360,9 @@ class _Start:
 def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     """The name of the cause that ended a process, and a description."""
     if end.code < 0 and not (aborted and end.failure is not None):
-        name = _signal_name(-end.code)
+        number = -end.code
+        known = number in {each.value for each in signal.Signals}  # not a real-time signal
+        name = signal.Signals(number).name if known else f"signal {number}"
         return name, f"killed by {name}"
     if end.code == EXIT_TERMINATED:
         return "SIGTERM", f"preempted (SIGTERM, exit code {EXIT_TERMINATED})"
@@ -371,13 +373,6 @@ def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     if end.code == 1 and reader.folded.error is not None:
         return reader.folded.error
     return f"exit code {end.code}", f"exit code {end.code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _write(text: str) -> None:
@@ -399,12 +394,6 @@ def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.
         text=True,
         errors="replace",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _end(processes: list[subprocess.Popen], grace_s: float) -> None:

@@ -140,7 +140,17 @@ class LogFile:
         Args:
             line: The line with its end.
         """
-        self._try(lambda: self._add(line.encode(errors="replace")))
+
+        def add() -> None:
+            if self._file is None:
+                return
+            self._file.write(line.encode(errors="replace"))
+            if self._file.tell() > _MOST_BYTES:
+                self._file.close()
+                self.path.replace(f"{self.path}.1")
+                self._open()
+
+        self._try(add)
 
     def close(self) -> None:
         """Closes the file."""
@@ -150,15 +160,6 @@ class LogFile:
     def _open(self) -> None:
         # Unbuffered, so that the log of a hanging process is complete.
         self._file = self.path.open("ab", buffering=0)
-
-    def _add(self, line: bytes) -> None:
-        if self._file is None:
-            return
-        self._file.write(line)
-        if self._file.tell() > _MOST_BYTES:
-            self._file.close()
-            self.path.replace(f"{self.path}.1")
-            self._open()
 
     def _try(self, act: Callable[[], None]) -> None:
         try:

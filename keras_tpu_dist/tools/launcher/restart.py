@@ -185,7 +185,11 @@ def started_again(
             if goodput is not None:
                 records.try_append(goodput, records.ENDED, code=0, step=outcome.step)
             return 0
-        _print_failure(outcome)
+        text = (
+            f"process {outcome.first} of {outcome.processes} on {socket.gethostname()} failed "
+            f"first, {_at(outcome.step)}, {outcome.seconds:.0f} s after its start: {outcome.words}"
+        )
+        _print("\n".join([text, *outcome.frames, f"  full output: {outcome.log}"]))
         why_not = loop.why_not(outcome)
         if why_not is not None:
             if restarts.limit:
@@ -195,20 +199,15 @@ def started_again(
         time.sleep(wait_s)
         before, num_processes = num_processes, loop.processes(num_processes)
         loop.done += 1
+        counted = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        line = outcome.words.splitlines()[0] if outcome.words else ""
+        line = line if len(line) <= 160 else f"{line[:160]}..."
         changed = "" if before == num_processes else f" ({before} before)"
         _print(
             f"restart {loop.done} of {restarts.limit} after {wait_s:g} s, with "
-            f"{_counted(num_processes)}{changed}: process {outcome.first} failed "
-            f"{_at(outcome.step)}: {_first_line(outcome.words)}"
+            f"{counted}{changed}: process {outcome.first} failed "
+            f"{_at(outcome.step)}: {line}"
         )
-
-
-def _print_failure(outcome: Outcome) -> None:
-    text = (
-        f"process {outcome.first} of {outcome.processes} on {socket.gethostname()} failed first, "
-        f"{_at(outcome.step)}, {outcome.seconds:.0f} s after its start: {outcome.words}"
-    )
-    _print("\n".join([text, *outcome.frames, f"  full output: {outcome.log}"]))
 
 
 def _print(text: str) -> None:
@@ -217,15 +216,6 @@ def _print(text: str) -> None:
 
 def _at(step: int | None) -> str:
     return "before its first step" if step is None else f"at step {step}"
-
-
-def _counted(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
-
-
-def _first_line(words: str) -> str:
-    line = words.splitlines()[0] if words else ""
-    return line if len(line) <= 160 else f"{line[:160]}..."
 
 
 def _number_in(path: str) -> int:
