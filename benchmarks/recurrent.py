@@ -6,7 +6,6 @@
     python benchmarks/recurrent.py tpu --unrolled --topology v6e:2x4 --units 10 --steps 10 20
     python benchmarks/recurrent.py wall --devices 8 # wall time on simulated devices
     python benchmarks/recurrent.py wall --devices 1
-    python benchmarks/recurrent.py order            # rows @ weight against weight @ rows on CPU
     python benchmarks/recurrent.py segments         # memory and time at T = 8192
     python benchmarks/recurrent.py time-distributed # compile time and program size against T
 
@@ -37,12 +36,9 @@ WALL_SIZES = {
 CELLS = ["LSTM", "GRU", "SimpleRNN"]
 KINDS = ["stock", "ours", "stock unrolled", "scan"]
 UNROLLED_KINDS = ["stock", "stock unrolled", "ours", "ours unrolled"]
-ROWS = [1, 8, 32, 128]
-KERNELS = [(256, 4), (1024, 1), (512, 4), (1024, 4)]
-LOOPED = 4e9
 PRODUCT = 2048
 UNROLLED_STEPS = 64  # longer ones take minutes to compile
-WHATS = ["tpu", "wall", "order", "segments", "time-distributed"]
+WHATS = ["tpu", "wall", "segments", "time-distributed"]
 
 
 def parse():
@@ -430,55 +426,6 @@ def program_on_devices(kind, cell, size, devices):
     return compiled, arguments
 
 
-def order(args):
-    import keras_tpu_dist as ktd
-
-    ktd.simulate(1)
-
-    for units, gates in KERNELS:
-        for rows in ROWS:
-            programs = {
-                f"{way}, {place}": product_in_loop(rows, units, gates, way, place == "weight first")
-                for way in ("forwards", "backwards")
-                for place in ("rows first", "weight first")
-            }
-            times = race(programs, args.seconds / 6)
-            rates = ", ".join(f"{n} {LOOPED / t / 1e9:.0f}" for n, t in times.items())
-            size = 4 * gates * units**2 / 2**20
-            print(f"{rows} rows, ({units}, {gates * units}) = {size:.0f} MiB, GFLOP/s: {rates}")
-
-
-def product_in_loop(rows, units, gates, way, weight_first):
-    """`LOOPED` floating-point operations in a loop of products, each on the previous result."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from keras_tpu_dist.recurrence import Product
-
-    ahead = way == "forwards"
-    # The order in which the weight is read best: a transposed copy is made before the loop.
-    product = Product(turned=ahead == weight_first, weight_first=weight_first)
-    wide = gates * units
-    shape = (wide, units) if product.turned else (units, wide)
-    steps = int(LOOPED / (2 * rows * units * wide))
-
-    def step(_, state, weight):
-        if ahead:
-            return jnp.tanh(sum(jnp.split(product(state, weight), gates, axis=-1)))
-        return product.back(jnp.concatenate([jnp.tanh(state)] * gates, axis=-1), weight)
-
-    def run(state, weight):
-        return jax.lax.fori_loop(0, steps, lambda i, state: step(i, state, weight), state)
-
-    rng = np.random.default_rng(0)
-    arguments = (
-        rng.normal(size=(rows, units)).astype("float32"),
-        rng.normal(size=shape).astype("float32") * 0.03,
-    )
-    return jax.jit(run).lower(*arguments).compile(), arguments
-
-
 def segments(args):
     import keras_tpu_dist as ktd
 
@@ -568,7 +515,7 @@ def main():
     if args.what == "one":
         print(json.dumps(tpu_cases(json.loads(args.case))))
         return
-    run = dict(zip(WHATS, (tpu, wall, order, segments, time_distributed)))
+    run = dict(zip(WHATS, (tpu, wall, segments, time_distributed)))
     run[args.what](args)
 
 

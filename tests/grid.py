@@ -31,7 +31,6 @@ from recurrent import close, mask_for
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import layers as fast
-from keras_tpu_dist.recurrence import plan
 
 UNROLLS = [False, True, 2, 4, 5]
 MASKS = ["padded", "arbitrary", "row"]
@@ -138,13 +137,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", choices=MESHES, default="none")
     parser.add_argument("--part", type=int, nargs=2, default=[0, 1], metavar=("K", "N"))
-    parser.add_argument("--weight-first", action="store_true")
     parser.add_argument("--only", nargs="*", default=GROUPS["name"], choices=GROUPS["name"])
     parser.add_argument("--steps", nargs="*", default=GROUPS["steps"], type=int)
     parser.add_argument("--unroll", nargs="*", default=UNROLLS, type=ast.literal_eval)
     args = parser.parse_args()
-    if args.weight_first:
-        plan.WEIGHT_FIRST_BYTES = 0
     strategy = MESHES[args.mesh] and ktd.TPUStrategy(*MESHES[args.mesh])
     part, parts = args.part
     mine = groups(args.only, args.steps)[part::parts]

@@ -204,12 +204,10 @@ class FastRecurrence:
             keep=variant.keep,
             hoist=variant.hoist,
             segment=variant.segment if directions == 1 else None,
-            recompute=variant.recompute,
             unroll=variant.unroll,
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
             units_axes=place.units_axes,
-            order=variant.order,
             unrolled=variant.unrolled,
         )
 

@@ -74,15 +74,10 @@ class Product:
         sum_by_product: Whether sums over time and batch are products with ones. In the TPU
             compiler's schedule, a separate sum reads the cotangents once more in float32; with
             products, they can be kept in the products' precision.
-        turned: Whether the weight is given transposed.
-        weight_first: Whether products are `weight @ rows`, with rows and result transposed. XLA's
-            CPU products read a large first operand up to twice as fast as a large second one.
     """
 
     dtype: str | None = None
     sum_by_product: bool = False
-    turned: bool = False
-    weight_first: bool = False
 
     def weight(self, weight: Array) -> Array:
         """A weight, rounded once for many products.
@@ -94,61 +89,23 @@ class Product:
 
     def __call__(self, rows: Array, weight: Array) -> Array:
         """`rows @ weight` over the last two axes, accumulated in at least float32."""
-        return self._over_last(rows, weight) if self.turned else self._over_first(rows, weight)
+        wide = jnp.promote_types(weight.dtype, jnp.float32)
+        return jnp.matmul(rows.astype(weight.dtype), weight, preferred_element_type=wide)
 
     def back(self, rows: Array, weight: Array) -> Array:
         """`rows @ weight.T`, with no transposed copy of the weight.
 
         Args:
             rows: `(..., batch, out)`.
-            weight: `(..., in, out)`, or `(..., out, in)` if `turned`.
+            weight: `(..., in, out)`.
         """
-        return self._over_first(rows, weight) if self.turned else self._over_last(rows, weight)
-
-    def _over_first(self, rows: Array, stored: Array) -> Array:
-        """`rows @ stored`."""
-        if self.weight_first:
-            return self._upright(rows, jnp.swapaxes(stored, -1, -2))
-        wide = jnp.promote_types(stored.dtype, jnp.float32)
-        return jnp.matmul(rows.astype(stored.dtype), stored, preferred_element_type=wide)
-
-    def _over_last(self, rows: Array, stored: Array) -> Array:
-        """`rows @ stored.T`."""
-        if self.weight_first:
-            return self._upright(rows, stored)
-        batch = tuple(range(stored.ndim - 2))
+        batch = tuple(range(weight.ndim - 2))
         return lax.dot_general(
-            rows.astype(stored.dtype),
-            stored,
-            (((rows.ndim - 1,), (stored.ndim - 1,)), (batch, batch)),
-            preferred_element_type=jnp.promote_types(stored.dtype, jnp.float32),
+            rows.astype(weight.dtype),
+            weight,
+            (((rows.ndim - 1,), (weight.ndim - 1,)), (batch, batch)),
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
         )
-
-    @staticmethod
-    def _upright(rows: Array, stored: Array) -> Array:
-        """`(stored @ rows.T).T`."""
-        wide = jnp.promote_types(stored.dtype, jnp.float32)
-        # Otherwise XLA would convert it back to `rows @ stored.T`.
-        columns = lax.optimization_barrier(jnp.swapaxes(rows.astype(stored.dtype), -1, -2))
-        product = jnp.matmul(stored, columns, preferred_element_type=wide)
-        return jnp.swapaxes(lax.optimization_barrier(product), -1, -2)
-
-    def width(self, weight: Array) -> int:
-        """The number of columns in a weight.
-
-        Args:
-            weight: `(..., in, out)`, or `(..., out, in)` if `turned`.
-        """
-        return weight.shape[-2 if self.turned else -1]
-
-    def columns(self, weight: Array, parts: slice) -> Array:
-        """Some columns of a weight.
-
-        Args:
-            weight: `(..., in, out)`, or `(..., out, in)` if `turned`, and so the result.
-            parts: Which of the `out` columns.
-        """
-        return weight[..., parts, :] if self.turned else weight[..., parts]
 
     def outer(self, rows: Array, cotangents: Array) -> Array:
         """The gradient of a weight: rows times cotangents, summed over time and batch.
@@ -207,8 +164,7 @@ class Exchange(Product):
 
         Args:
             rows: `(..., batch, columns)`, of this device's columns.
-            weight: `(..., units, columns)`, this device's columns for the units of all devices, or
-                `(..., columns, units)` if `turned`.
+            weight: `(..., units, columns)`, this device's columns for the units of all devices.
         """
         whole = super().back(rows, weight)
         return lax.psum_scatter(whole, self.axes, scatter_dimension=whole.ndim - 1, tiled=True)
@@ -242,7 +198,7 @@ class Cell(Protocol):
 
         Args:
             product: How products with the recurrent kernel are computed.
-            recurrent: `(..., units, gates * units)`, the last two swapped if `product.turned`.
+            recurrent: `(..., units, gates * units)`.
             bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
             projected: The projected input including its bias, `(..., batch, gates * units)`.
             state: The states before the step, each `(..., batch, units)`.
@@ -586,10 +542,9 @@ class GRUResetBefore(_Gated):
     joins = False  # a part of the product waits for the reset gate
 
     @staticmethod
-    def _kernels(product, recurrent):
-        gates = product.width(recurrent) // 3 * 2
-        of_gates, of_candidate = slice(gates), slice(gates, None)
-        return product.columns(recurrent, of_gates), product.columns(recurrent, of_candidate)
+    def _kernels(recurrent):
+        gates = recurrent.shape[-1] // 3 * 2
+        return recurrent[..., :gates], recurrent[..., gates:]
 
     def advance(self, product, recurrent, bias, projected, state):
         """One step of two products.
@@ -608,7 +563,7 @@ class GRUResetBefore(_Gated):
         """
         del bias
         (h,) = previous
-        gate_kernel, candidate_kernel = self._kernels(product, recurrent)
+        gate_kernel, candidate_kernel = self._kernels(recurrent)
         x_z, x_r, x_n = split(projected, 3)
         h_z, h_r = split(product(h, gate_kernel), 2)
         r = self.recurrent_activation(x_r + h_r)
@@ -633,7 +588,7 @@ class GRUResetBefore(_Gated):
         """
         to_z, to_r, to_n, carry, r = coefficients
         (dh,) = cotangent
-        gate_kernel, candidate_kernel = self._kernels(product, recurrent)
+        gate_kernel, candidate_kernel = self._kernels(recurrent)
         dn = dh * to_n
         d_reset = product.back(dn, candidate_kernel)
         dz, dr = dh * to_z, d_reset * to_r

@@ -1,6 +1,6 @@
 """The recurrence as one function with a custom gradient, split over the batch.
 
-Time may be cut into segments, to keep only the states between them or to stay in cache.
+Time may be cut into segments, to keep only the states between them.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back, turned
+from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
 from keras_tpu_dist.recurrence.plan import LANES
 from keras_tpu_dist.recurrence.split_weights import by_columns, by_units
 from keras_tpu_dist.recurrence.unrolled import run_unrolled, run_unrolled_back
@@ -44,11 +44,10 @@ def _paste(loop: Loop, whole, short) -> Any:
     return jnp.concatenate([short, whole] if loop.reverse else [whole, short], axis=0)
 
 
-def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
+def run_segments(loop: Loop, x, weights: Weights, state, mask):
     """Runs all steps; returns the states after every step or None, the last, and the kept values.
 
-    If the rest is recomputed, the states before every segment are kept; otherwise the values that
-    `run` saves.
+    The states before every segment are kept; the backward pass recomputes the rest.
 
     Args:
         loop: How to run; `loop.segment` is the number of steps in a segment.
@@ -56,19 +55,14 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
         weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean or None.
-        save: Whether the backward pass will need the kept values.
     """
-    keep_all = save and not loop.recompute
-    recurrent = turned(loop.ahead, weights)
     ahead = run_unrolled if loop.unrolled else run
     whole, short = _cut(loop, (x, mask))
 
     def segment(before, inputs):
         x_now, mask_now = inputs
-        hs, after, saved = ahead(
-            loop, x_now, weights, before, mask_now, save=keep_all, recurrent=recurrent
-        )
-        return after, (saved if keep_all else before, hs)
+        hs, after, _ = ahead(loop, x_now, weights, before, mask_now, save=False)
+        return after, (before, hs)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
     state = tuple(s.astype(wide) for s in state)
@@ -94,19 +88,13 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
-    of_ahead, of_back = turned(loop.ahead, weights), turned(loop.back, weights)
     ways: Any = (run_unrolled, run_unrolled_back) if loop.unrolled else (run, run_back)
     ahead, back = ways
 
     def segment(d_after, inputs):
-        saved, (x_now, mask_now, d_hs_now) = inputs
-        if loop.recompute:
-            _, _, saved = ahead(
-                loop, x_now, weights, saved, mask_now, save=True, recurrent=of_ahead
-            )
-        d_x, d_weights, d_before = back(
-            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, of_back
-        )
+        before, (x_now, mask_now, d_hs_now) = inputs
+        _, _, saved = ahead(loop, x_now, weights, before, mask_now, save=True)
+        d_x, d_weights, d_before = back(loop, x_now, weights, saved, mask_now, d_hs_now, d_after)
         return d_before, (d_x.astype(x.dtype), d_weights)
 
     def accumulate(carry, inputs):
@@ -211,10 +199,11 @@ def _regrouped(regroup, loop: Loop, weights):
 
 def _forwards(save: bool, loop: Loop, shared, state, weights):
     x, mask = shared
-    forwards = run_unrolled if loop.unrolled else run
     if loop.segment is not None:
-        forwards = run_segments
-    hs, last, saved = forwards(loop, x, weights, state, mask, save=save)
+        hs, last, saved = run_segments(loop, x, weights, state, mask)
+    else:
+        forwards = run_unrolled if loop.unrolled else run
+        hs, last, saved = forwards(loop, x, weights, state, mask, save=save)
     last = tuple(s.astype(before.dtype) for s, before in zip(last, state))
     return (), (hs, last, saved if save else None), ()
 

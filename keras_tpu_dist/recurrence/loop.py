@@ -50,18 +50,12 @@ class Loop:
         hoist: Whether the input is projected before the loop, for all steps at once (more memory),
             or step by step inside. Two directions need it before.
         segment: Number of steps that are projected, run and differentiated together, or None for
-            all. A short segment stays in a CPU's cache.
-        recompute: With segments, whether only the states between them are kept, and everything
-            inside is recomputed in the backward pass.
+            all. Only the states between segments are kept; the backward pass recomputes the rest.
         unroll: Steps per iteration of the compiled loop.
         kernel: The kernel for the loop on TPU, or None for a compiled loop.
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
-        order: How a CPU's products read the recurrent kernel; None leaves it to the compiler.
-            `"turned"`: the loop that would read it across its memory order, the backward one,
-            multiplies by a transposed copy. `"first"`: products take the weight first; then the
-            forward loop needs the copy.
         unrolled: Whether there is no loop, and every step has separate arrays. In this case
-            `hoist`, `unroll`, `kernel`, `order` and `pin_layout` have no effect.
+            `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
         pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
             because the CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -74,12 +68,10 @@ class Loop:
     keep: bool = False
     hoist: bool = True
     segment: int | None = None
-    recompute: bool = True
     unroll: int = 1
     pin_layout: bool = False
     kernel: Kernel | None = None
     units_axes: tuple[str, ...] = ()
-    order: str | None = None
     unrolled: bool = False
 
     def __post_init__(self):
@@ -113,18 +105,6 @@ class Loop:
         if not self.units_axes:
             return self.product
         return Exchange(self.product.dtype, self.product.sum_by_product, axes=self.units_axes)
-
-    @property
-    def ahead(self) -> Product:
-        """Products of the forward loop with the result of `turned`."""
-        first = self.order == "first"
-        return dataclasses.replace(self.between, turned=first, weight_first=first)
-
-    @property
-    def back(self) -> Product:
-        """Products of the backward loop with the result of `turned`."""
-        turned, first = self.order == "turned", self.order == "first"
-        return dataclasses.replace(self.between, turned=turned, weight_first=first)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -182,23 +162,6 @@ def flip_second(x):
         x: `(time, 2, batch, ...)`.
     """
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
-
-
-def turned(product: Product, weights: Weights) -> Array:
-    """The recurrent kernel for the products of a loop; computed once, also for segments.
-
-    Args:
-        product: The products that the loop does, `Loop.ahead` or `Loop.back`.
-        weights: The weights, of which only the recurrent kernel is read.
-
-    Returns:
-        `(units, gates * units)`, or `(gates * units, units)` if `product.turned`.
-    """
-    recurrent = product.weight(weights.recurrent)
-    if product.turned:
-        # Otherwise XLA would move the transposition back into every step's product.
-        recurrent = lax.optimization_barrier(jnp.swapaxes(recurrent, -1, -2))
-    return recurrent
 
 
 def project(loop: Loop, x: Array, weights: Weights) -> Array:
@@ -310,9 +273,7 @@ def _into_empty(loop: Loop, step, carry, inputs, reverse: bool) -> tuple[Any, An
     return lax.fori_loop(0, length, body, (lax.optimization_barrier(carry), empty), unroll=unroll)
 
 
-def run(
-    loop: Loop, x, weights: Weights, state: State, mask, *, save: bool, recurrent=None
-) -> tuple[Any, Any, Any]:
+def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> tuple[Any, Any, Any]:
     """All steps forwards.
 
     Args:
@@ -322,14 +283,12 @@ def run(
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
         save: Whether the backward pass will need the saved values.
-        recurrent: The result of `turned` for `loop.ahead`, if it is already computed.
 
     Returns:
         The states `h` after every step or None, the final states, and `SavedStates` or None.
     """
-    cell, product = loop.cell, loop.ahead
-    recurrent = turned(product, weights) if recurrent is None else recurrent
-    weights = ready(loop, weights)._replace(recurrent=recurrent)
+    cell, product = loop.cell, loop.between
+    weights = ready(loop, weights)
     hoist = loop.hoist or loop.directions == 2
     mask = mask_for(loop, mask)
     read = loop.pin(project(loop, x, weights) if hoist else loop.product.weight(x))
@@ -416,9 +375,7 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
     )
 
 
-def run_back(
-    loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_last: State, recurrent=None
-):
+def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_last: State):
     """All steps backwards, then one product for every weight.
 
     Args:
@@ -429,7 +386,6 @@ def run_back(
         mask: See `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
-        recurrent: The result of `turned` for `loop.back`, if it is already computed.
 
     Returns:
         The cotangents of x, of the weights (accumulated in at least float32) and of the states
@@ -449,8 +405,7 @@ def run_back(
     local = (x_read if rebuild else at, needed)
     if loop.early:
         local = loop.pin(cell.coefficients(*local))
-    recurrent = turned(loop.back, weights) if recurrent is None else recurrent
-    held = own if rebuild else Weights(None, None, recurrent)
+    held = own if rebuild else Weights(None, None, own.recurrent)
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
     d_first, emitted = over_steps(
         loop,
@@ -487,7 +442,7 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
         coefficients = cell.coefficients(_rebuilt(loop, x_now, weights, before), before)
     else:
         coefficients = cell.coefficients(*local)
-    back = functools.partial(cell.retreat, loop.back, weights.recurrent, coefficients)
+    back = functools.partial(cell.retreat, loop.between, weights.recurrent, coefficients)
     return step_back(back, emit, d_after, d_h, mask_now)
 
 
@@ -533,9 +488,6 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
     if loop.directions == 2:
         parts = [flip_second(part) for part in parts]
     kernel = weights.kernel
-    if loop.order and len(parts) > 1 and x.shape[0] * x.shape[-2] < kernel.shape[-2]:
-        # On a CPU, a part of a weight's columns would be copied before the product.
-        parts, totals = [join(*parts)], [None]
     spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))
     start = 0

@@ -4,7 +4,6 @@ One variant is the time loop as one kernel, if it fits into a TPU core's on-chip
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -238,15 +237,6 @@ def unfit(cell: Cell, units: int) -> str | None:
     return None
 
 
-# Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
-# 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
-ROWS_IN_CACHE = 512
-# Measured with 1 to 256 rows: products with a kernel of 16 MiB are up to twice as fast with the
-# weight first, of 4 MiB as fast or faster, of less, which a core's own cache holds, slower
-# (`benchmarks/recurrent.py order`). A train step of LSTM on one CPU (8 rows, 64 steps, 1,024 units;
-# a busy machine, taking turns) took 1.8 s, 2.5 s with a transposed copy alone, 3.2 s with neither,
-# 5.6 s with the weight first and no copy; Keras's took 6.2 s.
-WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
 # The TPU compiler takes 8 s for a hundred steps of ten units, and 1 s for a loop over them.
@@ -261,11 +251,9 @@ class Variant(Printed):
         keep: Whether the forward pass keeps the activations' inputs.
         hoist: Whether the input of all steps is projected before the loop.
         unroll: Steps per iteration of the compiled loop.
-        segment: Steps that run and are differentiated together, or None for all.
-        recompute: With segments, whether only the states between them are kept.
+        segment: Steps between states that are kept, or None for all steps.
         reason: The reason.
         kernel: The kernel for the loop, or None for a compiled loop.
-        order: How a CPU's products read the recurrent kernel; see `Loop`.
         unrolled: Whether there is no loop, and every step has separate arrays.
     """
 
@@ -273,24 +261,20 @@ class Variant(Printed):
     unroll: int
     segment: int | None
     reason: str
-    recompute: bool = True
     hoist: bool = True
     kernel: Kernel | None = None
-    order: str | None = None
     unrolled: bool = False
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
         if self.unrolled:
             return f"no loop, every step with arrays of its own, {kept}: {self.reason}"
-        inside = "recomputed" if self.recompute else "kept"
-        cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
+        cut = f", segments of {self.segment} steps" if self.segment else ""
         projected = "before" if self.hoist else "inside"
         loop = "one kernel, " if self.kernel else ""
-        first = ", products with the weight first" if self.order == "first" else ""
         return (
             f"{loop}{kept}, input projected {projected} the loop, {self.unroll} step(s) an "
-            f"iteration{cut}{first}: {self.reason}"
+            f"iteration{cut}: {self.reason}"
         )
 
     def to_dict(self):
@@ -313,13 +297,10 @@ def choose(
 ) -> Variant:
     """The variant for a layer.
 
-    The rule: `segment` of the user applies. On CPU, time runs and is differentiated in segments of
-    `ROWS_IN_CACHE` rows, with everything kept. One loop multiplies by a transposed copy of the
-    recurrent kernel, because a product that transposes it reads it up to twice as slowly. This is
-    the backward loop, or, if a kernel of `WEIGHT_FIRST_BYTES` or more comes first in the products,
-    the forward loop. On other platforms all steps are differentiated together. The activations'
-    inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on a device; otherwise
-    they are rebuilt. On TPU nothing else is written to memory for the loops: the input is projected
+    The rule: `segment` of the user applies; otherwise all steps are differentiated together. The
+    activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on a
+    device; otherwise they are rebuilt. On CPU and GPU the rest is one compiled loop forwards and
+    one backwards. On TPU nothing else is written to memory for the loops: the input is projected
     inside the forward loop if that costs the matrix unit less time than the projection of all steps
     costs HBM (`_hoisted`). The loop is one kernel if its weights, states and a few steps fit the
     core's on-chip memory (`fitted`), also with `unroll=True`, because it is faster. If it cannot be
@@ -350,24 +331,10 @@ def choose(
     True
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
-    on_cpu, on_tpu = platform == "cpu", platform == "tpu"
-    order = None
-    if on_cpu:
-        order = "first" if 4 * cell.gates * units**2 >= WEIGHT_FIRST_BYTES else "turned"
-    made = functools.partial(Variant, order=order)
+    on_tpu = platform == "tpu"
     asked = check_segment(segment, steps)
-    if on_cpu and asked is None and unroll is not True:
-        cached = max(ROWS_IN_CACHE // max(batch, 1), 4)
-        if cached < steps:
-            return made(
-                keep=True,
-                unroll=min(cached, 8) if unroll is False and cached <= 8 else per_iteration,
-                segment=cached,
-                reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
-                recompute=False,
-            )
     if isinstance(asked, int):
-        variant = made(
+        variant = Variant(
             keep=True,
             unroll=per_iteration,
             segment=asked,
@@ -375,7 +342,7 @@ def choose(
         )
     else:
         kept = 4 * steps * batch * units * (cell.gates + 1)
-        variant = made(
+        variant = Variant(
             keep=cell.states_suffice or kept <= KEPT_BYTES,
             unroll=per_iteration,
             segment=None,

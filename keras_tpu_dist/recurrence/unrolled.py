@@ -24,9 +24,7 @@ from keras_tpu_dist.recurrence.loop import (
 from keras_tpu_dist.recurrence.plan import MATRIX_ROWS
 
 
-def run_unrolled(
-    loop: Loop, x, weights: Weights, state: State, mask, *, save: bool, recurrent=None
-):
+def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
     """All steps forwards, one direction; arguments and results as for `run`.
 
     The saved value is a list over time: the states before a step, and the activations' inputs, the
@@ -39,9 +37,7 @@ def run_unrolled(
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
         save: Whether the backward pass will need the saved values.
-        recurrent: Ignored: products of steps take the weight as it is.
     """
-    del recurrent
     cell, own = loop.cell, ready(loop, weights)
     advance = _advance_together(loop, weights) if _together(loop, weights) else _advance(loop, own)
     wide = jnp.promote_types(own.recurrent.dtype, jnp.float32)
@@ -101,9 +97,7 @@ def _rows(loop: Loop, x_now, state: State, *more):
     return join(x_now, state[0].astype(x_now.dtype), *more)
 
 
-def run_unrolled_back(
-    loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State, recurrent=None
-):
+def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State):
     """All steps backwards; arguments and results as for `run_back`.
 
     Args:
@@ -114,9 +108,7 @@ def run_unrolled_back(
         mask: See `run_unrolled`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
-        recurrent: Ignored.
     """
-    del recurrent
     own = ready(loop, weights)
     rules = _back_together if _together(loop, weights) else _back
     retreat, of_step, finish = rules(loop, own, weights)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recurrent import close, mask_for, plain, without_loops
 
 from keras_tpu_dist import layers as fast
-from keras_tpu_dist.recurrence import Weights, plan
+from keras_tpu_dist.recurrence import Weights
 
 NAMES = ["LSTM", "GRU", "SimpleRNN"]
 BATCH, FEATURES, UNITS = 4, 3, 5
@@ -114,9 +114,7 @@ def pairwise(columns, seed):
 
 
 @pytest.mark.slow
-def test_equals_keras_over_the_grid(monkeypatch):
-    # Segments of four steps, which on CPU are for larger batches.
-    monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
+def test_equals_keras_over_the_grid():
     cases = []
     for number, row in enumerate(pairwise(COLUMNS, seed=0)):
         name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
@@ -160,40 +158,6 @@ def test_the_script_for_the_whole_grid_runs_and_notices():
     with pytest.raises(AssertionError, match="Not equal to tolerance") as caught:
         grid.run(group, None, tolerance=-1)
     assert "unroll=False" in caught.value.__notes__[0]
-
-
-@pytest.mark.slow
-def test_products_with_the_weight_first_equal_keras(monkeypatch):
-    # As kernels of some MiB would have them, in segments and without.
-    monkeypatch.setattr(plan, "WEIGHT_FIRST_BYTES", 0)
-    columns = {k: v for k, v in COLUMNS.items() if k not in ("zero_output_for_mask", "unroll")}
-    columns |= {"unroll": [False, 2], "segment": [None, 3]}
-    columns["name"] = [*NAMES, "GRU, reset before"]
-    cases = []
-    for number, row in enumerate(pairwise(columns, seed=1)):
-        name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
-        kind = name.split(",")[0]
-        if kind == "GRU":
-            row["reset_after"] = kind == name
-        row["segment"] = row["segment"] and min(row["segment"], steps)
-        stock, ours = pair(kind, steps, **row)
-        variant = ours.variant((BATCH, steps, FEATURES))
-        assert variant.order == "first"
-        assert "products with the weight first" in str(variant)
-        cases.append((stock, ours, *arrays(kind, steps, mask, initial, seed=number)))
-    compare(cases)
-
-
-def test_the_weight_comes_first_in_every_step(monkeypatch):
-    x = jnp.ones((BATCH, 7, FEATURES))
-    for least, first in ((0, True), (2**22, False)):
-        monkeypatch.setattr(plan, "WEIGHT_FIRST_BYTES", least)
-        _, ours = pair("LSTM", 7)
-        text = jax.jit(lambda x, layer=ours: program(layer, x, None, None)).lower(x).as_text()
-        # (gates, units) @ (units, batch) and (units, gates) @ (gates, batch).
-        ahead = f"(tensor<{4 * UNITS}x{UNITS}xf32>, tensor<{UNITS}x{BATCH}xf32>)"
-        back = f"(tensor<{UNITS}x{4 * UNITS}xf32>, tensor<{4 * UNITS}x{BATCH}xf32>)"
-        assert (ahead in text, back in text) == (first, first)
 
 
 def test_config_and_weights_pass_both_ways():

@@ -11,7 +11,6 @@ from test_layers_recurrent import compare
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import layers as fast
-from keras_tpu_dist.recurrence import plan
 
 # Keras reads its own variables with numpy's old protocol when it serializes an optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -36,8 +35,6 @@ def loops_in(function, *args):
 def test_bidirectional_equals_keras(loop, monkeypatch):
     if not loop:
         without_loops(monkeypatch)
-    # As a large batch would be: one direction alone would run in segments.
-    monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
     cases = []
     for number, (name, merge, mask, sequences, state) in enumerate(
         [

@@ -100,19 +100,16 @@ VARIANTS = [
     {"segment": 3},
     {"unroll": 4},
     {"segment": 2, "unroll": 2},
-    {"keep": True, "segment": 3, "recompute": False, "unroll": 3, "order": "turned"},
-    {"keep": True, "order": "turned"},
-    {"keep": True, "segment": 3, "recompute": False, "order": "first"},
-    {"order": "first"},
+    {"keep": True, "segment": 3, "unroll": 3},
     # What TPU gets; off it the memory is cleared after all.
     {"keep": True, "pin_layout": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False},
     # No loop.
     {"keep": True, "unrolled": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "unrolled": True},
-    {"unrolled": True, "order": "turned"},
-    {"unrolled": True, "segment": 3, "order": "first"},
-    {"keep": True, "unrolled": True, "segment": 3, "recompute": False},
+    {"unrolled": True},
+    {"unrolled": True, "segment": 3},
+    {"keep": True, "unrolled": True, "segment": 3},
 ]
 MASKS = ["none", "padded", "arbitrary", "row"]
 
@@ -138,11 +135,7 @@ def test_equals_autodiff_of_a_plain_scan(name):
     cases = list(cases_of(name, VARIANTS, steps=(7, 7, 3)))
     # Every step of its own, with more rows in its products than a matrix unit takes at a time.
     cases.append(case(CELLS[name], steps=2, unrolled=True, keep=True, features=130))
-    # On CPU a cell's parts are joined where there are fewer rows than features.
-    joined = [
-        case(CELLS[name], steps=1, order="turned", bias=bias, keep=True) for bias in (True, False)
-    ]
-    check([*cases, case(CELLS[name], steps=1, mask="row", keep=True), *joined])
+    check([*cases, case(CELLS[name], steps=1, mask="row", keep=True)])
 
 
 def test_long_sequences_and_segments_found_by_themselves():
@@ -161,11 +154,11 @@ def test_long_sequences_and_segments_found_by_themselves():
     segment=st.none() | st.integers(1, 9),
     unroll=st.integers(1, 9),
     mask=st.sampled_from(MASKS),
-    flags=st.tuples(*[st.booleans()] * 5),
+    flags=st.tuples(*[st.booleans()] * 4),
 )
 def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
-    keep, recompute, reverse, sequences, unrolled = flags
-    loop = {"keep": keep, "recompute": recompute, "unroll": unroll}
+    keep, reverse, sequences, unrolled = flags
+    loop = {"keep": keep, "unroll": unroll}
     loop |= {"segment": segment and min(segment, steps), "reverse": reverse, "unrolled": unrolled}
     check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
 
@@ -221,14 +214,6 @@ def test_the_rule_says_what_it_chose_and_why():
     assert not large.keep
     assert "20.0 GiB would have to be kept" in str(large)
     cpu = chosen(platform="cpu")
-    assert (cpu.segment, cpu.recompute) == (4, False)
-    assert "stay in cache" in cpu.reason
-    assert cpu.order == "turned"
-    assert chosen().order is None
-    large = chosen(platform="cpu", units=1024)
-    assert large.order == "first"
-    assert "weight first" in str(large)
-    assert chosen(units=1024).order is None
-    assert chosen(platform="cpu", batch=8, steps=64).segment is None
+    assert (cpu.segment, cpu.hoist, cpu.unroll) == (None, True, 1)
     assert chosen(segment="auto", steps=8192).segment == 64
     assert chosen(unroll=True).unroll == 128

@@ -41,7 +41,7 @@ VARIANTS = [
     {"hoist": False, "unroll": 3},
     {"keep": True, "unroll": 2, "kernel": rec.Kernel(reread=True, interpret=True)},
     {"keep": True, "segment": 3},
-    {"keep": True, "segment": 4, "recompute": False, "hoist": False},
+    {"keep": True, "segment": 4, "hoist": False},
 ]
 
 
