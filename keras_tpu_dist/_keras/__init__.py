@@ -65,8 +65,10 @@ from keras_tpu_dist._keras.callback_states import AVERAGES_IN_MODEL as AVERAGES_
 from keras_tpu_dist._keras.callback_states import CHANGING as CHANGING
 from keras_tpu_dist._keras.callback_states import changing as changing
 from keras_tpu_dist._keras.calls import PureCall as PureCall
+from keras_tpu_dist._keras.calls import Wrapper as Wrapper
 from keras_tpu_dist._keras.calls import computed_otherwise as computed_otherwise
 from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls
+from keras_tpu_dist._keras.calls import in_compiled_call as in_compiled_call
 from keras_tpu_dist._keras.calls import route_attention_layers as route_attention_layers
 from keras_tpu_dist._keras.calls import route_calls as route_calls
 from keras_tpu_dist._keras.calls import traced_program as traced_program

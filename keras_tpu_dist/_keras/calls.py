@@ -1,6 +1,8 @@
 """A layer's call as a function of arrays, and functions that wrap calls of a layer class."""
 
 import contextlib
+import contextvars
+import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,11 +15,13 @@ from jax._src import core
 from keras_tpu_dist._keras.structure import (
     AutocastScope,
     flatten_layers,
+    in_symbolic_scope,
     keras_mask,
     owner_of_loss,
     with_keras_mask,
 )
 from keras_tpu_dist._keras.trainer import stateless_scope
+from keras_tpu_dist.common.setting import setting
 
 
 class _CallScope(keras.StatelessScope):
@@ -228,31 +232,75 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))
 
 
-def route_calls(kind: type, around: Callable[..., Any], *names: str) -> None:
-    """Wraps methods of a layer class in a function, once for every function.
+class Wrapper(enum.IntEnum):
+    """What wraps a layer's call, the outermost first, in whichever order features were asked for.
+
+    A layer that is recomputed is so with its program rewritten; one that a device computes for
+    others is all of that within the device's branch.
+    """
+
+    BLOCK = enum.auto()
+    SCANNED = enum.auto()
+    ASSIGNED = enum.auto()
+    NAMED = enum.auto()
+    GATHERED = enum.auto()
+    RECOMPUTED = enum.auto()
+    TAKEN_APART = enum.auto()
+    EXCHANGED = enum.auto()
+    CHOSEN = enum.auto()
+    ON_HOST = enum.auto()
+
+
+_ROUTED = "_keras_tpu_dist_routed"
+# The methods of layers that run: a method of the base class that one calls belongs to it.
+_running: contextvars.ContextVar[frozenset[tuple[int, str]]] = contextvars.ContextVar(
+    "running", default=frozenset()
+)
+
+
+def route_calls(kind: type, place: Wrapper, around: Callable[..., Any], *names: str) -> None:
+    """Wraps methods of a layer class in a function, once for every place.
 
     Args:
         kind: The class; inherited methods are wrapped on it, and its base class does not change.
-        around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the original
-            method, bound to the layer.
+        place: The place of the function among the wrappers.
+        around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the method with
+            the wrappers further in, bound to the layer.
         *names: Names of methods; by default those in which a layer computes.
     """
-    marker = f"_keras_tpu_dist_{around.__module__}.{around.__name__}"
     for name in names or ("call", "quantized_call"):
-        stock = getattr(kind, name, None)
-        if stock is None or hasattr(stock, marker):
-            continue
-        routed = _routed(stock, around)
-        setattr(routed, marker, True)
-        setattr(kind, name, routed)
+        method = getattr(kind, name, None)
+        stock, wrappers = getattr(method, _ROUTED, (method, {}))
+        if stock is not None and place not in wrappers:
+            setattr(kind, name, _routed(stock, name, {**wrappers, place: around}))
 
 
-def _routed(stock: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(stock: Callable[..., Any], name: str, wrappers: dict[Wrapper, Callable]) -> Callable:
     @functools.wraps(stock)
     def call(self, *args, **kwargs):
-        return around(functools.partial(stock, self), self, args, kwargs)
+        running, method = _running.get(), functools.partial(stock, self)
+        if (id(self), name) in running:
+            return method(*args, **kwargs)
+        for place in sorted(wrappers, reverse=True):
+            method = functools.partial(_wrapped, wrappers[place], method, self)
+        with setting(_running, running | {(id(self), name)}):
+            return method(*args, **kwargs)
 
+    setattr(call, _ROUTED, (stock, wrappers))
     return call
+
+
+def _wrapped(around: Callable, stock: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return around(stock, layer, args, kwargs)
+
+
+def in_compiled_call() -> bool:
+    """Whether a layer's call becomes part of a program.
+
+    If Keras computes shapes, nothing runs; in eager code, operations run at once.
+    """
+    # You cannot see it from an existing value; see `partitioner.places.in_compiled_code`.
+    return not in_symbolic_scope() and isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 
 def route_attention_layers(layer: Any, around: Callable[..., Any]) -> None:
@@ -266,4 +314,4 @@ def route_attention_layers(layer: Any, around: Callable[..., Any]) -> None:
     """
     for inner in flatten_layers(layer):
         if isinstance(inner, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
-            route_calls(type(inner), around, "_compute_attention")
+            route_calls(type(inner), Wrapper.RECOMPUTED, around, "_compute_attention")

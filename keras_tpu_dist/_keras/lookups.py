@@ -9,7 +9,7 @@ import numpy as np
 from keras.src.utils.numerical_utils import encode_categorical_inputs
 
 from keras_tpu_dist._keras.active import active_strategy
-from keras_tpu_dist._keras.calls import route_calls
+from keras_tpu_dist._keras.calls import Wrapper, route_calls
 from keras_tpu_dist._keras.structure import flatten_layers
 from keras_tpu_dist._keras.trainer import on_compile, on_new_layer
 from keras_tpu_dist.common.errors import value_error
@@ -118,7 +118,7 @@ _ROUTES = (
 def _route(layer: Any) -> None:
     for kind, around in _ROUTES:
         if isinstance(layer, kind):
-            route_calls(type(layer), around, "call")
+            route_calls(type(layer), Wrapper.ON_HOST, around, "call")
 
 
 def _make_compiled(model: Any) -> None:

@@ -1,6 +1,5 @@
 """Makes layers that compute all experts for every token compute only the chosen ones."""
 
-import contextvars
 import functools
 import logging
 from collections.abc import Callable
@@ -13,19 +12,13 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layers.place import find
 from keras_tpu_dist.layout.flow import NotTraced, traced_call
 from keras_tpu_dist.programs.experts.dense import chosen_sums, computed
 from keras_tpu_dist.programs.experts.routed import Where
 from keras_tpu_dist.programs.graph import graph_of
-from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 _mark = _keras.LayerMark("_keras_tpu_dist_experts", saved=True)
-# The layers whose call is being traced, by their ids.
-_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
-    "experts", default=frozenset()
-)
 
 
 def route_experts(model: Any) -> list:
@@ -70,23 +63,16 @@ def _banks(layer: Any, count: int | None = None) -> list:
 def _write(layer: Any, value: bool | None) -> None:
     _mark.write(layer, value)
     if value:
-        _keras.route_calls(type(layer), _around)
+        _keras.route_calls(type(layer), _keras.Wrapper.CHOSEN, _around)
         _keras.install()  # for saved models
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps the call of a layer class of which some layers compute only the chosen experts."""
-    running = _tracing.get()
-    if (
-        not _mark.of(layer)
-        or id(layer) in running
-        or _keras.in_symbolic_scope()
-        or not in_compiled_code()
-    ):
+    if not _mark.of(layer) or not _keras.in_compiled_call():
         return stock(*args, **kwargs)
-    with setting(_tracing, running | {id(layer)}):
-        chosen = functools.partial(_chosen, layer)
-        return _keras.computed_otherwise(stock, layer, args, kwargs, chosen)
+    chosen = functools.partial(_chosen, layer)
+    return _keras.computed_otherwise(stock, layer, args, kwargs, chosen)
 
 
 def _chosen(layer: Any, jaxpr: Any, inputs: list) -> list:

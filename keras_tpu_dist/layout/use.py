@@ -14,7 +14,6 @@ other kernels follow. Such features are added to whole features. Otherwise every
 would be computed in parts, and every norm and kernel would gather its inputs.
 """
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, named_sharding, names_in
-from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.fused import fused_in, scaled_kernels
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
@@ -36,10 +34,6 @@ from keras_tpu_dist.programs.partitioner import constrained, in_compiled_code, m
 _apart = _keras.Mark("_keras_tpu_dist_apart")
 # On a layer that computes features in parts and gathers them: their sizes.
 _gathered = _keras.Mark("_keras_tpu_dist_gathered")
-# The ids of the layers whose call is being traced.
-_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
-    "taken apart", default=frozenset()
-)
 
 
 def note_uses(model: Any, placement: Placement) -> None:
@@ -63,10 +57,10 @@ def note_uses(model: Any, placement: Placement) -> None:
     for layer in _keras.flatten_layers(model):
         if layer.path in layers:
             _apart.write(layer, True)
-            _keras.route_calls(type(layer), _around)
+            _keras.route_calls(type(layer), _keras.Wrapper.TAKEN_APART, _around)
         if layer.path in features or _gathered.of(layer):
             _gathered.write(layer, features.get(layer.path))
-            _keras.route_calls(type(layer), _whole)
+            _keras.route_calls(type(layer), _keras.Wrapper.GATHERED, _whole)
 
 
 def _pinned(variable: Any) -> None:
@@ -109,7 +103,7 @@ def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps the call of a layer class of which some layers compute features in parts."""
     outputs = stock(*args, **kwargs)
     strategy, sizes = _keras.active_strategy(), _gathered.of(layer)
-    if strategy is None or not sizes or _keras.in_symbolic_scope() or not in_compiled_code():
+    if strategy is None or not sizes or not _keras.in_compiled_call():
         return outputs
     # If a table is called in reverse, its output is logits.
     if not isinstance(outputs, jax.core.Tracer) or outputs.shape[-len(sizes) :] != sizes:
@@ -122,18 +116,11 @@ def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps the call of a layer class of which some layers take weights apart."""
-    strategy, running = _keras.active_strategy(), _tracing.get()
-    if (
-        strategy is None
-        or not _apart.of(layer)
-        or id(layer) in running
-        or _keras.in_symbolic_scope()
-        or not in_compiled_code()
-    ):
+    strategy = _keras.active_strategy()
+    if strategy is None or not _apart.of(layer) or not _keras.in_compiled_call():
         return stock(*args, **kwargs)
     by_heads = functools.partial(_by_heads, layer, strategy)
-    with setting(_tracing, running | {id(layer)}):
-        return _keras.computed_otherwise(stock, layer, args, kwargs, by_heads)
+    return _keras.computed_otherwise(stock, layer, args, kwargs, by_heads)
 
 
 def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:

@@ -81,7 +81,7 @@ def assign(layer: Any, logical_device: NaturalInt | None) -> Any:
 def _restored(layer: Any, annotation: Annotation) -> Any:
     """Restores an annotation on a layer whose class may not have been assigned before."""
     annotate(layer, annotation)
-    _keras.route_calls(type(layer), _around)
+    _keras.route_calls(type(layer), _keras.Wrapper.ASSIGNED, _around)
     return layer
 
 

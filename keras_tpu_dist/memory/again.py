@@ -59,7 +59,7 @@ def computed_again(
     met: set[str] = set()
     for inner in _keras.flatten_layers(layer) if names else ():
         if inner.name in names and inner is not layer:
-            _keras.route_calls(type(inner), _named)
+            _keras.route_calls(type(inner), _keras.Wrapper.NAMED, _named)
     call = _keras.PureCall(function, layer, args, kwargs)
 
     def block(inputs):

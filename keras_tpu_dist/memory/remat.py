@@ -1,6 +1,5 @@
 """remat: layers whose activations are recomputed in the backward pass."""
 
-import contextvars
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,17 +10,11 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.again import computed_again
 from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_path
 from keras_tpu_dist.memory.policies import Policy, checked_policy
-from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 mark = _keras.LayerMark("_keras_tpu_dist_remat", saved=True)
-# The ids of the layers whose call is being traced: a call through the base class belongs to them.
-_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
-    "tracing", default=frozenset()
-)
 
 
 def remat(layer: Any, policy: Any = "full") -> Any:
@@ -168,7 +161,7 @@ def _write(layer: Any, policy: Policy | None) -> None:
 
 
 def _prepare(layer: Any, policy: Policy) -> None:
-    _keras.route_calls(type(layer), _around)
+    _keras.route_calls(type(layer), _keras.Wrapper.RECOMPUTED, _around)
     _keras.install()  # for saved models, and for attention in custom layers
 
 
@@ -177,18 +170,9 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     policy = policy_of(layer)
     if policy is None and (strategy := _keras.active_strategy()) is not None:
         policy = strategy.remat.of(layer)
-    running = _tracing.get()
-    if (
-        policy is None
-        or id(layer) in running
-        # If Keras computes shapes, there is nothing to keep. In eager code, operations run at once
-        # and users want to see values.
-        or _keras.in_symbolic_scope()
-        or not in_compiled_code()
-    ):
+    if policy is None or not _keras.in_compiled_call():
         return stock(*args, **kwargs)
-    with setting(_tracing, running | {id(layer)}):
-        return computed_again(stock, layer, policy, args, kwargs)
+    return computed_again(stock, layer, policy, args, kwargs)
 
 
 def _no_such_layer(pattern: str, model: Any) -> str:

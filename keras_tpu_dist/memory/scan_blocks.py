@@ -144,7 +144,7 @@ def _write(model: Any, value: bool | None) -> None:
 
 
 def _prepare(model: Any) -> None:
-    _keras.route_calls(type(model), _around)
+    _keras.route_calls(type(model), _keras.Wrapper.SCANNED, _around)
     _keras.install()  # for saved models
 
 
@@ -168,7 +168,7 @@ def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     call, notes = _keras.PureCall(stock, model, args, kwargs), Tracing(equal_layers(model))
     for layer in _keras.flatten_layers(model):
         if id(layer) in notes.keys:
-            _keras.route_calls(type(layer), noted, "__call__")
+            _keras.route_calls(type(layer), _keras.Wrapper.BLOCK, noted, "__call__")
     with tracing(notes):
         jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
     jaxpr = without_aliases(jaxpr, notes)

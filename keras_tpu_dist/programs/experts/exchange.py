@@ -11,7 +11,6 @@ References:
     - https://arxiv.org/abs/2006.16668
 """
 
-import contextvars
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,15 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
-from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.programs.dimensions import Dimensions, dimensions
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, graph_of
-from keras_tpu_dist.programs.partitioner.places import constrained, in_compiled_code
+from keras_tpu_dist.programs.partitioner.places import constrained
 
-# The layers whose call is being traced, by their ids.
-_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
-    "exchanged", default=frozenset()
-)
 # (experts, features, units)
 _RANK = 3
 # How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
@@ -54,7 +48,7 @@ def exchange_tokens(
         for kernel in _kernels(layer):
             first = (*axes_of(kernel), None)[0]
             if set(entry_names(first)) & set(data_axes):
-                _keras.route_calls(type(layer), _around)
+                _keras.route_calls(type(layer), _keras.Wrapper.EXCHANGED, _around)
 
 
 def _kernels(layer: Any) -> list:
@@ -65,17 +59,13 @@ def _kernels(layer: Any) -> list:
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps the call of a layer class; some of its layers have experts over the data axes."""
-    running, strategy = _tracing.get(), _keras.active_strategy()
+    strategy = _keras.active_strategy()
     if (
         strategy is None
-        or id(layer) in running
-        or _keras.in_symbolic_scope()
-        or not in_compiled_code()
+        or not (axes := exchange_axes(layer, strategy))
         or jax.sharding.get_abstract_mesh().manual_axes
+        or not _keras.in_compiled_call()
     ):
-        return stock(*args, **kwargs)
-    axes = exchange_axes(layer, strategy)
-    if not axes:
         return stock(*args, **kwargs)
 
     def exchanged(jaxpr: Any, inputs: list) -> list:
@@ -84,8 +74,7 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
             return exchange.evaluate(inputs)
         return core.jaxpr_as_fun(jaxpr)(*inputs)
 
-    with setting(_tracing, running | {id(layer)}):
-        return _keras.computed_otherwise(stock, layer, args, kwargs, exchanged)
+    return _keras.computed_otherwise(stock, layer, args, kwargs, exchanged)
 
 
 def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
