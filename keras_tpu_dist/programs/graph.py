@@ -114,6 +114,7 @@ class Graph:
         inputs: Sequence[Any],
         instead: Mapping[Equation, "Instead"],
         run: Callable[[Equation, list], list] = Equation.run,
+        after: Callable[[Callable[[Atom], Any]], dict[int, Any]] = lambda value: {},
     ) -> list[Any]:
         """Computes the outputs, and nothing that they do not need.
 
@@ -121,6 +122,8 @@ class Graph:
             inputs: Arrays.
             instead: Replacements of operations.
             run: Computes the results of an operation from its operands.
+            after: Other values of outputs, by the `id` of their atoms. It gets a function from an
+                atom to its array.
         """
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
         operands = {each: new.operands for each, new in instead.items()}
@@ -163,6 +166,7 @@ class Graph:
             return [each for made in part for each in made.results if id(each) in read]
 
         compute(operations, 0)
+        values.update(after(value))
         return list(map(value, self.outputs))
 
     def needed(self, instead: Mapping[Equation, Sequence[Atom]]) -> list[Equation]:

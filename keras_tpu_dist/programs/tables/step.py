@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.programs.graph import Atom, Equation, Graph, graph_of
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
 from keras_tpu_dist.programs.partitioner import in_compiled_code
 from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
 from keras_tpu_dist.programs.tables.reading import Reading, RowLookup, number_of, on_rows, read
@@ -204,7 +204,14 @@ class _Step:
             first = len(graph.outputs) - count
             outputs = {first + i: i for i in range(count)}
         used = [each for t in self._tables if (each := self._used(graph, t, outputs)) is not None]
-        results = _evaluate(graph, inputs, used)
+        instead: dict[Equation, Instead] = {}
+        for each in used:
+            instead |= each.replaced()
+
+        def updated(value: Callable) -> dict[int, Any]:
+            return {k: new for each in used for k, new in each.updated(value).items()}
+
+        results = graph.evaluate(inputs, instead, after=updated)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _used(
@@ -253,29 +260,6 @@ class _Step:
         _note(self._model, self._kind, path, words, warn)
 
 
-def _evaluate(graph: Graph, inputs: Sequence[Any], used: Sequence["_Used | ByWidth"]) -> list[Any]:
-    """The outputs of a step, with its tables computed by rows or by width."""
-    instead: dict[Equation, list[Atom]] = {}
-    run: dict[Equation, Callable[[Callable], Any]] = {}
-    for each in used:
-        for operation, operands, compute in each.replaced():
-            instead[operation], run[operation] = operands, compute
-    values = dict(zip(map(id, graph.inputs), inputs, strict=True))
-
-    def value(of: Atom) -> Any:
-        return values[id(of)] if of.constant is None else of.constant
-
-    for operation in graph.needed(instead):
-        if operation in run:
-            results = run[operation](value)
-        else:
-            results = operation.run(list(map(value, operation.operands)))
-        values.update(zip(map(id, operation.results), results, strict=True))
-    for each in used:
-        values.update(each.updated(value))
-    return list(map(value, graph.outputs))
-
-
 class _Used:
     """A table in a step that is being computed."""
 
@@ -285,26 +269,24 @@ class _Used:
         # The ids and the route of each lookup.
         self._routes: dict[RowLookup, tuple[Any, Route]] = {}
 
-    def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
-        """Operations to replace, the values that they read, and their new computation."""
-        reading, found = self._reading, []
+    def replaced(self) -> dict[Equation, Instead]:
+        """The replacements of operations."""
+        reading, found = self._reading, {}
         table = self._graph.inputs[self._table.place]
         for each in reading.lookups:
             if each.gather is not None:
-                found.append((each.gather, [table, each.indices], self._looking_up(each)))
-            if each.scatter is not None:
-                read = [each.indices, each.updates]
+                found[each.gather] = Instead([table, each.indices], self._looking_up(each))
+            if each.scatter is not None and each.updates is not None:
                 compute = self._dense(each) if reading.dense else _nothing
-                found.append((each.scatter, read, compute))
+                found[each.scatter] = Instead([each.indices, each.updates], compute)
         for operation in reading.update:
             operands = [each for atom in operation.operands for each in _read_of(atom)]
-            found.append((operation, operands, _nothing))
+            found[operation] = Instead(operands, _nothing)
         return found
 
     def _looking_up(self, lookup: RowLookup) -> Callable:
-        def compute(value: Callable) -> list:
-            table = value(self._graph.inputs[self._table.place])
-            rows = self._rows(lookup, table, value(lookup.indices))
+        def compute(arrays: list) -> list:
+            rows = self._rows(lookup, *arrays)
             for operation in lookup.path:
                 if operation.name != "sharding_constraint":
                     rows = rows.astype(operation.results[0].aval.dtype)
@@ -342,9 +324,9 @@ class _Used:
             ids = lax.pad(ids, np.int32(NOBODY), widths)
         return ids, Lookups(self._split, ids.size // ways)
 
-    def _route(self, lookup: RowLookup, value: Callable) -> tuple[Any, Route]:
+    def _route(self, lookup: RowLookup, indices: Any) -> tuple[Any, Route]:
         if lookup not in self._routes:
-            ids, _ = _ids(value(lookup.indices), lookup.mode, self._split.shape[0])
+            ids, _ = _ids(indices, lookup.mode, self._split.shape[0])
             ids, exchange = self._placed(ids)
             everywhere = PartitionSpec(self._split.mesh.axis_names)
             route = self._mapped(
@@ -355,10 +337,9 @@ class _Used:
             self._routes[lookup] = ids, route
         return self._routes[lookup]
 
-    def _gradients(self, lookup: RowLookup, value: Callable) -> Any:
+    @staticmethod
+    def _gradients(ids: Any, updates: Any) -> Any:
         """The gradients of a lookup's rows, padded as `_placed` pads its ids."""
-        ids, _ = self._route(lookup, value)
-        updates = value(lookup.updates)
         short = ids.shape[0] - updates.shape[0]
         if short:
             widths = [(0, short, 0), *[(0, 0, 0)] * (updates.ndim - 1)]
@@ -366,8 +347,9 @@ class _Used:
         return updates.reshape(-1, updates.shape[-1])
 
     def _dense(self, lookup: RowLookup) -> Callable:
-        def compute(value: Callable) -> list:
-            ids, route = self._route(lookup, value)
+        def compute(arrays: list) -> list:
+            indices, updates = arrays
+            ids, route = self._route(lookup, indices)
             _, exchange = self._placed(ids)
             everywhere = PartitionSpec(self._split.mesh.axis_names)
             rows = PartitionSpec(self._split.batch or None, self._split.left or None)
@@ -375,7 +357,7 @@ class _Used:
                 lambda ids, route, rows: exchange.dense(ids, _unleveled(route), rows),
                 (self._batch, everywhere, rows),
                 self._split.layout,
-            )(ids, route, self._gradients(lookup, value))
+            )(ids, route, self._gradients(ids, updates))
             return [gradient]
 
         return compute
@@ -390,7 +372,7 @@ class _Used:
         if not reading.changed:
             return {}
         trained = [each for each in reading.lookups if each.scatter is not None]
-        routes = [self._route(each, value) for each in trained]
+        routes = [self._route(each, value(each.indices)) for each in trained]
         updates = Updates(
             [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
         )
@@ -408,7 +390,10 @@ class _Used:
             [value(self._graph.inputs[i]) for i in reading.state],
             [ids for ids, _ in routes],
             [route for _, route in routes],
-            [self._gradients(each, value) for each in trained],
+            [
+                self._gradients(ids, value(each.updates))
+                for each, (ids, _) in zip(trained, routes, strict=True)
+            ],
             [value(each) for each in reading.numbers],
         )
         return {
@@ -435,7 +420,7 @@ def _read_of(atom: Atom) -> list[Atom]:
     return [] if read.constant is not None else [read]
 
 
-def _nothing(value: Callable) -> list:
+def _nothing(arrays: list) -> list:
     return [None]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_tpu_dist.common.axes import axis_size, named_sharding
-from keras_tpu_dist.programs.graph import Atom, Equation, Graph
+from keras_tpu_dist.programs.graph import Equation, Graph, Instead
 from keras_tpu_dist.programs.partitioner import constrained
 from keras_tpu_dist.programs.tables.exchange import TableSplit
 from keras_tpu_dist.programs.tables.reading import Reading
@@ -144,15 +144,15 @@ class ByWidth:
         self._width = _axes(split)
         self._rows = tuple(name for name in split.batch if name not in self._width)
 
-    def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
-        """Operations to replace, the values that they read, and their new computation."""
-        found = []
+    def replaced(self) -> dict[Equation, Instead]:
+        """The replacements of operations."""
+        found = {}
         for each in self._reading.lookups:
             if (gather := each.gather) is not None:
-                found.append((gather, gather.operands, self._looking_up(gather, each.indices)))
+                found[gather] = Instead(gather.operands, self._looking_up(gather))
             if (scatter := each.scatter) is not None and each.updates is not None:
-                adding_up = self._adding_up(scatter, each.indices, each.updates)
-                found.append((scatter, [each.indices, each.updates], adding_up))
+                operands = [each.indices, each.updates]
+                found[scatter] = Instead(operands, self._adding_up(scatter))
         return found
 
     def updated(self, value: Callable) -> dict[int, Any]:
@@ -183,30 +183,32 @@ class ByWidth:
     def _ids(self, indices: Any) -> Any:
         return constrained(indices, self._split.mesh, {0: self._rows})
 
-    def _looking_up(self, gather: Equation, indices: Atom) -> Callable:
-        def compute(value: Callable) -> list:
+    def _looking_up(self, gather: Equation) -> Callable:
+        def compute(arrays: list) -> list:
+            table, indices = arrays
             with jax.named_scope(self._scope):
                 # In the stored layout first, so that the layer's rounded numbers are exchanged.
-                table = self._used(self._stored(value(gather.operands[0])))
+                table = self._used(self._stored(table))
                 found = gather.equation.primitive.bind(
-                    table, self._ids(value(indices)), **gather.equation.params
+                    table, self._ids(indices), **gather.equation.params
                 )
                 return [self._by_rows(self._features(found))]
 
         return compute
 
-    def _adding_up(self, scatter: Equation, indices: Atom, gradients: Atom) -> Callable:
+    def _adding_up(self, scatter: Equation) -> Callable:
         params = scatter.equation.params
 
-        def compute(value: Callable) -> list:
+        def compute(arrays: list) -> list:
+            indices, gradients = arrays
             with jax.named_scope(self._scope):
-                updates = self._features(self._by_rows(value(gradients)))
+                updates = self._features(self._by_rows(gradients))
                 # One device adds up the gradients of all. In bfloat16, the sum of a frequent row
                 # would stop growing.
                 sums = jnp.promote_types(updates.dtype, "float32")
                 total = lax.scatter_add(
                     jnp.zeros(self._split.shape, sums),
-                    self._ids(value(indices)),
+                    self._ids(indices),
                     updates.astype(sums),
                     params["dimension_numbers"],
                     indices_are_sorted=params["indices_are_sorted"],
