@@ -299,7 +299,7 @@ def in_compiled_call() -> bool:
 
     If Keras computes shapes, nothing runs; in eager code, operations run at once.
     """
-    # You cannot see it from an existing value; see `partitioner.places.in_compiled_code`.
+    # You cannot see it from an existing value; see `programs.partitioner.places.in_compiled_code`.
     return not in_symbolic_scope() and isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 

@@ -47,16 +47,15 @@ class Cut:
         follows: Biases, scales and statistics of those features, likewise.
         whole: Kernels that feed it and should not be split, because their few heads are not
             divisible.
-        sent_bytes: Bytes of its all-reduces in a forward and a backward pass, estimated.
-        products: Multiplications that it divides.
+        saved_bytes: Bytes that its all-reduces, forwards and backwards, are less than those of the
+            same kernels without a pair, whose features are gathered; estimated.
     """
 
     columns: tuple[tuple[int, int], ...]
     rows: tuple[tuple[int, int], ...]
     follows: tuple[tuple[int, int], ...]
     whole: tuple[int, ...]
-    sent_bytes: int
-    products: int
+    saved_bytes: int
 
 
 class _Value(NamedTuple):
@@ -94,7 +93,6 @@ class _Product(NamedTuple):
     operand: tuple[int, ...]
     operand_bytes: int
     result_bytes: int
-    products: int
 
 
 @dataclass
@@ -137,7 +135,7 @@ class Flow:
             ways: The size of the mesh axis.
 
         Returns:
-            The cuts; those that divide the most work for the bytes that they send come first.
+            The cuts; those that save the most bytes come first.
         """
         root = self._together(ways)
         sums: dict[int, int] = defaultdict(int)
@@ -152,7 +150,7 @@ class Flow:
             cut = self._cut(one, products, root, sums[one])
             if cut is not None:
                 found.append(cut)
-        found.sort(key=lambda cut: -cut.products / max(cut.sent_bytes, 1))
+        found.sort(key=lambda cut: -cut.saved_bytes)
         return found
 
     def _together(self, ways: int) -> list[int]:
@@ -199,11 +197,11 @@ class Flow:
             return None
         rows: set[int] = set()
         columns: set[int] = set()
-        work = summed = 0
+        summed = alone = 0
         operands = {}
         for product in products:
             closes = any(root[node] == one for node in product.summed)
-            work += product.products
+            alone += product.result_bytes + 2 * product.operand_bytes
             (rows if closes else columns).update(w for w in product.weights if dims[w])
             if closes:
                 summed += product.result_bytes
@@ -216,8 +214,7 @@ class Flow:
         return Cut(
             *numbered,
             whole=self._shared(one, columns | rows, root),
-            sent_bytes=2 * (summed + sum(operands.values()) + sums),
-            products=work,
+            saved_bytes=alone - 2 * (summed + sum(operands.values()) + sums),
         )
 
     def _shared(self, one: int, cut: set[int], root: list[int]) -> tuple[int, ...]:
@@ -368,7 +365,6 @@ class _Reader:
         kernel, operand = given[kernels[0]], given[1 - kernels[0]]
         summed = tuple(gone[kernels[0]])
         free = tuple(node for node in kernel.nodes if node not in summed)
-        size = math.prod(self.flow.sizes[node] for node in (*result.nodes, *summed))
         product = _Product(
             weights=kernel.weights or frozenset(),
             summed=summed,
@@ -377,7 +373,6 @@ class _Reader:
             operand=operand.nodes,
             operand_bytes=operand.bytes,
             result_bytes=result.bytes,
-            products=size,
         )
         self.flow.products.append(product)
         self.flow.feeding |= operand.kernels
@@ -572,7 +567,8 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
             lambda leaf: next(filled) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, form
         )
         weights = values[:trained], values[trained:]
-        return layer.stateless_call(*weights, *arguments, **(options | named))[0]
+        outputs, _ = layer.stateless_call(*weights, *arguments, **(options | named))
+        return keras.tree.flatten(outputs)  # JAX does not know Keras's dictionaries
 
     weights = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     reasons = ["what it was built for is not known"]

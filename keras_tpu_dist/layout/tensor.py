@@ -1,7 +1,7 @@
-"""Tensor parallelism: which dimension of a weight the model axes split, by data flow and class."""
+"""Tensor parallelism: which dimension of a weight the model axes split, by data flow."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,11 @@ _FEWEST_IN_A_PART = 8
 # that a batch looks up, because a batch has as many tokens.
 _MOST_SENT_WHOLE = 4096
 
-# In reasons: for a pair that no call shows, and for weights that are not split.
-GUESSED = "; guessed from the order of layers"
+# In reasons: for weights that are not split.
 SHARED = "few heads, which all that are split share"
 KEYS = "key-value heads"
 INDIVISIBLE = "not divisible by"
+UNTRACED = ", as the call of "
 UNEQUAL = "; its features are separated into unequal parts of "
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -35,34 +35,6 @@ _TRANSPOSED = (
     keras.layers.Conv2DTranspose,
     keras.layers.Conv3DTranspose,
 )
-_ELEMENTWISE = (
-    keras.layers.Activation,
-    keras.layers.ReLU,
-    keras.layers.LeakyReLU,
-    keras.layers.ELU,
-    keras.layers.Dropout,
-    keras.layers.GaussianNoise,
-    keras.layers.GaussianDropout,
-    keras.layers.Identity,
-    keras.layers.ActivityRegularization,
-    keras.layers.AlphaDropout,
-    keras.layers.SpatialDropout1D,
-    keras.layers.SpatialDropout2D,
-    keras.layers.SpatialDropout3D,
-)
-_CHANNELWISE = tuple(
-    getattr(keras.layers, f"{kind}{rank}D")
-    for kind in ("MaxPooling", "AveragePooling", "GlobalMaxPooling", "GlobalAveragePooling")
-    for rank in (1, 2, 3)
-) + tuple(
-    getattr(keras.layers, f"{kind}{rank}D")
-    for kind in ("UpSampling", "ZeroPadding", "Cropping")
-    for rank in (1, 2, 3)
-)
-_MERGING = (keras.layers.Multiply, keras.layers.Add, keras.layers.Average, keras.layers.Maximum)
-_OPERATIONS = {"Add", "Multiply", "Relu", "Relu6", "Gelu", "Silu", "Sigmoid", "Tanh", "Elu"}
-# These mix features, so their input must be whole.
-_MIXING_ACTIVATIONS = {"softmax", "log_softmax", "sparsemax", "glu", "squash"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +131,6 @@ class Projection:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """The pairs among a model's projections.
-
-    Attributes:
-        columns: From the id of a layer to the layer that consumes its features.
-        rows: From the id of a layer to the layer whose features it consumes.
-        followers: From the id of a BatchNormalization to the layer whose features it scales.
-        guessed: From the id of a layer that was paired by its order alone, to the reason for that.
-    """
-
-    columns: dict[int, Any]
-    rows: dict[int, Any]
-    followers: dict[int, Any]
-    guessed: dict[int, str]
-
-
 def projection_of(layer: Any) -> Projection | None:
     """Describes a layer as a projection, or returns `None`.
 
@@ -203,33 +158,6 @@ def projection_of(layer: Any) -> Projection | None:
     return Projection(layer, kernel, sizes, ins, outs, (), bias, outs, outs)
 
 
-def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> Pairing:
-    """Finds the column and row projections of a built model that no traced call shows.
-
-    Functional and Sequential models are searched along their graph. Layers that are not traced are
-    taken in the order in which they were assigned: a projection to more features is followed by one
-    back to fewer.
-
-    Args:
-        model: A built model.
-        traced: The ids of layers whose call was traced.
-        untraced: From the id of a layer that could not be traced to the reason.
-
-    Returns:
-        The pairs.
-    """
-    pairing = Pairing({}, {}, {}, {})
-    for layer in _keras.flatten_layers(model):
-        if isinstance(layer, _ATTENTION):
-            continue
-        calls = _keras.graph(layer)
-        if calls is not None:
-            _pair_along(calls, pairing)
-        elif id(layer) not in traced:
-            _pair_siblings(_keras.sublayers(layer), pairing, untraced.get(id(layer)))
-    return pairing
-
-
 def _einsum_projection(layer, kernel, bias) -> Projection | None:
     left, _, output = layer.equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, names = left.partition(",")
@@ -250,111 +178,6 @@ def _einsum_projection(layer, kernel, bias) -> Projection | None:
         bias_dims = found + (None,) * (len(bias.shape) - len(found))
     output_dims = tuple(names.index(c) if c in names else None for c in output)
     return Projection(layer, kernel, sizes, ins, outs, experts, bias, bias_dims, output_dims)
-
-
-def _fits(column: Projection, row: Projection) -> bool:
-    return bool(column.out_sizes) and column.out_sizes == row.in_sizes
-
-
-def _open(projection: Projection | None) -> bool:
-    if projection is None or projection.experts:
-        return False
-    activation = getattr(projection.layer, "activation", None)
-    return getattr(activation, "__name__", "") not in _MIXING_ACTIVATIONS
-
-
-def _pair_along(calls, pairing: Pairing) -> None:
-    flows: dict[int, dict[int, Projection]] = {}
-    leaking: set[int] = set()
-    wanted: list[tuple[Projection, list[Projection]]] = []
-    norms: list[tuple[Any, list[Projection]]] = []
-    for node, operation, parents in calls:
-        incoming = [flows.get(id(parent), {}) for parent in parents]
-        sources = {key: source for flow in incoming for key, source in flow.items()}
-        projection = projection_of(operation) if isinstance(operation, keras.Layer) else None
-        if projection is not None:
-            if sources and all(_fits(source, projection) for source in sources.values()):
-                wanted.append((projection, list(sources.values())))
-            else:
-                leaking.update(sources)
-            flows[id(node)] = {id(operation): projection} if _open(projection) else {}
-        elif _passes(operation, incoming, sources):
-            flows[id(node)] = sources
-            if isinstance(operation, keras.layers.BatchNormalization):
-                norms.append((operation, list(sources.values())))
-        else:
-            leaking.update(sources)
-            flows[id(node)] = {}
-    outputs = set(flows) - {id(parent) for _, _, parents in calls for parent in parents}
-    leaking.update(key for node in outputs for key in flows[node])
-    for row, sources in wanted:
-        keys = [id(source.layer) for source in sources]
-        if id(row.layer) in pairing.columns or any(
-            key in leaking or key in pairing.rows for key in keys
-        ):
-            continue
-        _pair(sources, row, pairing)
-    for norm, sources in norms:
-        if len(sources) == 1 and id(sources[0].layer) in pairing.columns:
-            pairing.followers[id(norm)] = sources[0].layer
-
-
-def _passes(operation, incoming, sources) -> bool:
-    if not sources:
-        return True
-    merging = isinstance(operation, _MERGING) or type(operation).__name__ in ("Add", "Multiply")
-    if merging:
-        # A sum with a whole operand, such as a residual, needs the features whole.
-        return all(incoming) and len({s.out_sizes for s in sources.values()}) == 1
-    if isinstance(operation, keras.layers.Activation):
-        name = getattr(operation.activation, "__name__", "")
-        return name not in _MIXING_ACTIVATIONS
-    if isinstance(operation, (*_ELEMENTWISE, *_CHANNELWISE)):
-        return True
-    if isinstance(operation, keras.layers.BatchNormalization):
-        features = next(iter(sources.values())).out_sizes
-        gamma = _keras.stored_weight(operation, "moving_mean")
-        return gamma is not None and tuple(gamma.shape) == features
-    return not isinstance(operation, keras.Layer) and type(operation).__name__ in _OPERATIONS
-
-
-def _pair_siblings(layers, pairing: Pairing, why: str | None) -> None:
-    read = (projection_of(layer) for layer in layers)
-    taken = pairing.columns, pairing.rows
-    projections = [
-        p
-        for p in read
-        if p is not None and not p.experts and not any(id(p.layer) in each for each in taken)
-    ]
-    if why is not None:
-        pairing.guessed.update((id(p.layer), why) for p in projections)
-    if _is_handwritten_attention(projections):
-        _pair(projections[:3], projections[3], pairing)
-        return
-    waiting: list[Projection] = []
-    for projection in projections:
-        if waiting and all(_fits(column, projection) for column in waiting):
-            _pair(waiting, projection, pairing)
-            waiting = []
-        elif not _open(projection) or sum(projection.out_sizes) <= sum(projection.in_sizes):
-            waiting = []
-        elif waiting and waiting[0].kernel.shape == projection.kernel.shape:
-            waiting = [*waiting, projection]  # gate and value of a gated feed-forward layer
-        else:
-            waiting = [projection]
-
-
-def _is_handwritten_attention(projections) -> bool:
-    """Query, key, value and output with the same square size: three columns and a row."""
-    shapes = {tuple(p.kernel.shape) for p in projections}
-    square = len(shapes) == 1 and len(set(next(iter(shapes)))) == 1
-    return len(projections) == 4 and square
-
-
-def _pair(columns, row, pairing: Pairing) -> None:
-    pairing.rows[id(row.layer)] = columns[0].layer
-    for column in columns:
-        pairing.columns[id(column.layer)] = row.layer
 
 
 _BY_CHANNEL = (
@@ -383,27 +206,23 @@ class TensorPlan:
         self._axes = tuple(axes)
         self._min_size = min_size
         self.decisions: dict[int, Decision] = {}
-        self._untraced: dict[int, str] = {}
         # Ids of tables that compute logits.
         self._makes_logits: set[int] = set()
         # From ids of kernels to the sizes of unequal parts of their features.
         self._unequal: dict[int, tuple[int, ...]] = {}
         # Ids of kernels that other kernels follow.
         self._feeding: set[int] = set()
+        # From ids of kernels to the reason why no call shows what follows them.
+        self._untraced: dict[int, str] = {}
         layers = list(_keras.flatten_layers(model))
-        traced = self._by_flow(layers)
-        self._pairing: Pairing = pair_up(model, traced, self._untraced)
+        self._by_flow(layers)
         for layer in layers:
             self._layer(layer)
         for layer in layers:
             self._remaining(layer)
 
-    def _by_flow(self, layers) -> set[int]:
-        """Splits weights that belong together by a layer's call, inner layers before outer ones.
-
-        Returns:
-            The ids of the layers that were traced.
-        """
+    def _by_flow(self, layers) -> None:
+        """Splits weights that belong together by a layer's call, inner layers before outer ones."""
         ruled, called = self._ruled(layers), _calls_in_graphs(layers)
         self._feeding |= _feeding_in_graphs(layers)
         tables = {
@@ -412,20 +231,24 @@ class TensorPlan:
             if (table := _keras.stored_weight(layer, "embeddings")) is not None
             and self._first_dividing(table.shape, (0,))[1] is None
         }
-        traced: set[int] = set()
         for layer in reversed(layers):
             kernels = _kernels_in(layer)
             free = [v for v in kernels if id(v) not in self.decisions and id(v) not in ruled]
             open_here = [*free, *(v for v in kernels if id(v) in tables)]
             if len(kernels) < 2 or not open_here or not _may_hold_pairs(layer):
                 continue
+            if len(open_here) < 2 and _keras.graph(layer) is not None:
+                continue
             variables = [*layer.trainable_variables, *layer.non_trainable_variables]
             try:
                 flow = flow_of(layer, variables, called.get(id(layer)))
             except NotTraced as error:
-                self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
+                why = f"{UNTRACED}{layer.path!r} cannot be traced: {error}"
+                for v in free:
+                    self._untraced.setdefault(id(v), why)
                 continue
-            traced.add(id(layer))
+            for v in kernels:
+                self._untraced.pop(id(v), None)
             views = {w: View(shape, layer.path) for w, shape in flow.views.items()}
             for entry in splitting_entries(self._axes, self._mesh):
                 for cut in flow.cuts(axis_size(self._mesh, entry)):
@@ -439,7 +262,6 @@ class TensorPlan:
             self._unequal |= {id(variables[w]): sizes for w, sizes in flow.unequal.items()}
             routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
             self._put_whole(routers, variables, "what it computes is searched whole")
-        return traced
 
     def _ruled(self, layers) -> set[int]:
         """Weights of layers for which a rule for their class is better: by heads, gates,
@@ -462,10 +284,12 @@ class TensorPlan:
         if any(id(v) in self.decisions or id(v) in ruled for v in kernels):
             return
         first_column, first_row = (variables[g[0][0]] for g in (cut.columns, cut.rows))
+        columns = {_owner(variables[w]) for w, _ in cut.columns}
+        biases = [(w, dim) for w, dim in cut.follows if _owner(variables[w]) in columns]
         reasons = {
-            f"column: feeds {_owner(first_row)!r}": cut.columns,
+            f"column: feeds {_owner(first_row)!r}": (*cut.columns, *biases),
             f"row: fed by {_owner(first_column)!r}": cut.rows,
-            f"follows the features of {_owner(first_column)!r}": cut.follows,
+            f"follows the features of {_owner(first_column)!r}": set(cut.follows) - set(biases),
         }
         for reason, members in reasons.items():
             for w, dim in members:
@@ -502,8 +326,6 @@ class TensorPlan:
             self._embedding(layer)
         elif _gates(layer):
             self._recurrent(layer, _gates(layer))
-        elif isinstance(layer, keras.layers.BatchNormalization):
-            self._follower(layer)
         elif (projection := projection_of(layer)) is not None:
             if id(projection.kernel) not in self.decisions:
                 self._projection(projection)
@@ -521,19 +343,13 @@ class TensorPlan:
 
     def _projection(self, p: Projection) -> None:
         layer = p.layer
-        row = self._pairing.rows.get(id(layer))
-        partner = self._pairing.columns.get(id(layer))
-        why = self._pairing.guessed.get(id(layer))
-        guess = f"{GUESSED}, as {why}" if why else ""
         if p.experts:
             self._split_kernel(p, p.experts, "experts, one group per shard")
-        elif row is not None:
-            self._split_kernel(p, p.ins, f"row: fed by {row.path!r}{guess}")
-        elif partner is not None:
-            self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
             parts = self._unequal.get(id(p.kernel), ())
             why = UNEQUAL + " and ".join(map(str, parts)) if parts else ""
+            if id(p.kernel) in self._untraced:
+                why = self._untraced[id(p.kernel)]
             self._split_kernel(p, (*p.outs, *p.ins), f"without a partner{why}")
             self._mark_alone(p.kernel)
             axes = p.axes(self.decisions[id(p.kernel)].axes)
@@ -676,16 +492,6 @@ class TensorPlan:
             if len(weight.shape) and weight.shape[-1] == gates * units:
                 axes = (*(None,) * (len(weight.shape) - 1), entry)
                 self._put(weight, axes, "recurrent: whole gates per shard")
-
-    def _follower(self, layer) -> None:
-        source = self._pairing.followers.get(id(layer))
-        projection = projection_of(source) if source is not None else None
-        if source is None or projection is None:
-            return
-        _, entry = self._first_dividing(projection.kernel.shape, projection.outs)
-        for weight in _keras.own_variables(layer):
-            if entry is not None and len(weight.shape) == 1:
-                self._put(weight, (entry,), f"follows the channels of {source.path!r}")
 
     def _experts(self, layer) -> None:
         """In an unknown layer, kernels with three dimensions and the same first size are experts.
@@ -832,21 +638,10 @@ def _feeding_in_graphs(layers) -> set[int]:
 
 
 def _may_hold_pairs(layer) -> bool:
-    """Whether a layer's call may show more than the graph of a model, or the class of a layer."""
+    """Whether a layer's call may show more than its class."""
     if isinstance(layer, (*_ATTENTION, keras.layers.RNN, keras.layers.Wrapper)):
         return False
-    calls = _keras.graph(layer)
-    if calls is None:
-        return projection_of(layer) is None
-    return any(not _passes_by_name(operation) for _, operation, _ in calls)
-
-
-def _passes_by_name(operation) -> bool:
-    """Whether `_pair_along` knows an operation of a graph."""
-    known = isinstance(operation, keras.Layer) and not isinstance(
-        operation, (keras.layers.Reshape, keras.layers.Permute, keras.layers.Dot)
-    )
-    return known or type(operation).__name__ in _OPERATIONS
+    return _keras.graph(layer) is not None or projection_of(layer) is None
 
 
 def _owner(variable) -> str:

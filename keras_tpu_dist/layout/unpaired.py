@@ -19,11 +19,11 @@ from keras_tpu_dist.common.axes import Axes, axis_size, entry_names
 from keras_tpu_dist.layout.placement import Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import Decision
 from keras_tpu_dist.layout.tensor import (
-    GUESSED,
     INDIVISIBLE,
     KEYS,
     SHARED,
     UNEQUAL,
+    UNTRACED,
     Projection,
     projection_of,
 )
@@ -110,13 +110,12 @@ class _Reader:
             for words, fix, by_row, by_step in self._costs(layer, weight, decision, own):
                 like = (type(layer), weight.name, tuple(weight.shape), words)
                 yield Unpaired(weight.path, like, words, fix, by_row, by_step)
-            if GUESSED in decision.reason:
-                words = decision.reason.partition(GUESSED)[2]
+            if UNTRACED in decision.reason:
+                words = decision.reason.partition(UNTRACED)[2]
                 yield Unpaired(
                     weight.path,
-                    (type(layer), weight.name, tuple(weight.shape), "guessed"),
-                    f"Its partner is guessed from the order of layers{words}. If the guess is "
-                    "wrong, the features between the two are gathered.",
+                    (type(layer), weight.name, tuple(weight.shape), "untraced"),
+                    f"A kernel that uses its features is not found: the call of {words}",
                     "Pass the layer an input of the shape that it was built for, or give rules.",
                     None,
                     None,

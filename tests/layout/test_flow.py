@@ -93,7 +93,7 @@ def test_features_that_are_mixed_are_not_split():
     assert not any("row" in why or "column" in why for _, why in found.values())
 
 
-def test_what_cannot_be_traced_is_guessed_and_says_so():
+def test_what_cannot_be_traced_has_no_partner_and_says_so():
     class Untraceable(L.Layer):
         def __init__(self):
             super().__init__()
@@ -109,18 +109,19 @@ def test_what_cannot_be_traced_is_guessed_and_says_so():
         def compute_output_shape(self, shape):
             return shape
 
-    found = layouts(lambda: stacked(Untraceable()))
-    reasons = [why for path, (_, why) in found.items() if path.endswith("kernel")]
-    assert len(reasons) == 2
-    for why in reasons:
-        assert "guessed from the order of layers, as the call of 'untraceable'" in why
-        assert "RuntimeError: only on Sundays" in why
+    strategy = ktd.TPUStrategy(BY_FOUR, Planner("tensor_parallel", min_size=1))
+    model = built(lambda: stacked(Untraceable()), strategy)
+    kernels = [row for row in strategy.explain(model).rows if row.path.endswith("kernel")]
+    assert len(kernels) == 2
+    for row in kernels:
+        assert "without a partner, as the call of 'untraceable' cannot be traced" in row.reason
+        assert "RuntimeError: only on Sundays" in row.reason
 
 
 def test_arguments_of_a_call_in_the_graph_are_used():
     """The decoder's default `build` knows the first of its inputs alone."""
     found = layouts(FAMILIES["t5"][0])
-    assert not [why for _, why in found.values() if "guessed" in why]
+    assert not [why for _, why in found.values() if "cannot be traced" in why]
     assert all("model" in axes for path, (axes, _) in found.items() if "/q/kernel" in path)
 
 

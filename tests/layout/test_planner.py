@@ -193,14 +193,39 @@ def test_features_that_something_else_needs_whole_are_not_split():
     assert roles(functional(residual)) == {"a": (), "b": ()}
 
     def mixed(x):
-        return L.Dense(8, name="b")(L.LayerNormalization()(L.Dense(16, name="a")(x)))
+        return L.Dense(8, name="b")(keras.ops.cumsum(L.Dense(16, name="a")(x), axis=-1))
 
     assert roles(functional(mixed)) == {"a": (), "b": ()}
+
+
+def test_a_norm_or_a_softmax_between_a_pair_sums_over_its_devices():
+    def norm(x):
+        return L.Dense(8, name="b")(L.LayerNormalization()(L.Dense(16, name="a")(x)))
 
     def softmax(x):
         return L.Dense(8, name="b")(L.Dense(16, activation="softmax", name="a")(x))
 
-    assert roles(functional(softmax)) == {"a": (), "b": ()}
+    assert roles(functional(norm)) == roles(functional(softmax)) == {"a": COLUMN, "b": ROW}
+
+
+def test_a_stream_of_residuals_is_split_before_what_is_narrower():
+    """In plans of its blocks alone, what enters and leaves a block would be gathered."""
+
+    def block(x, name):
+        h = L.Conv2D(4, 1, name=f"{name}_in")(x)
+        h = L.Conv2D(4, 3, padding="same", name=f"{name}_mid")(L.ReLU()(h))
+        return L.Conv2D(16, 1, name=f"{name}_out")(L.ReLU()(h))
+
+    def call(x):
+        x = L.Add()([L.Conv2D(16, 1, name="a_beside")(x), block(x, "a")])
+        x = L.ReLU()(L.Add()([x, block(L.ReLU()(x), "b")]))
+        return L.Dense(3, name="head")(L.GlobalAveragePooling2D()(x))
+
+    columns = {"a_in", "a_beside", "a_out", "b_out"}
+    found = roles(functional(call, (8, 8, 3)))
+    split = {name for name, axes in found.items() if axes and axes[-1] == "model"}
+    assert split == columns
+    assert all(found[name][-2] == "model" for name in ("a_mid", "b_in", "head"))
 
 
 def test_convolutions_pair_through_batch_normalization():
@@ -217,36 +242,6 @@ def test_convolutions_pair_through_batch_normalization():
     assert by_path["norm/gamma"] == by_path["norm/moving_mean"] == ("model",)
     assert by_path["b/kernel"] == (None, None, "model", None)
     assert by_path["b/bias"] == ()
-
-
-class Block(L.Layer):
-    """A gated feed-forward layer and a handwritten attention, without a graph."""
-
-    def __init__(self, names, units):
-        super().__init__()
-        self.parts = [L.Dense(n, name=name) for name, n in zip(names, units)]
-        self.widths = [8 if n != 8 or len(set(units)) == 1 else 16 for n in units]
-
-    def build(self, shape):
-        for part, width in zip(self.parts, self.widths):
-            part.build((None, width))
-
-
-@pytest.mark.parametrize(
-    ("units", "axes"),
-    [
-        ((16, 8), [COLUMN, ROW]),
-        ((16, 16, 8), [COLUMN, COLUMN, ROW]),
-        ((8, 8, 8, 8), [COLUMN, COLUMN, COLUMN, ROW]),
-        ((8, 8), [(), ()]),
-    ],
-)
-def test_layers_without_a_graph(units, axes):
-    with keras.StatelessScope(initialize_variables=False):
-        block = Block("abcd", units)
-        block.build(None)
-    plan = Planner("tensor_parallel", min_size=10**9).plan(Model(block), mesh_of((2, 2)), ("data",))
-    assert [plan.decision(part.kernel).axes for part in block.parts] == axes
 
 
 def test_attention_by_heads():
