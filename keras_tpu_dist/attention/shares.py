@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist.attention import kernel, sequence
 from keras_tpu_dist.attention.time import divides
+from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names
 
 
 def on_shares(
@@ -54,10 +55,10 @@ def on_shares(
         return local(query, key, value, mask, is_causal=is_causal)
     data_axes = tuple(axis for axis in data_axes if axis not in taken)
     others = [axis for axis in head_axes if axis not in taken and axis != time_axis]
-    head_axes = _dividing_axes(others, mesh, query.shape[2])
+    head_axes = entry_names(dividing_axes(query.shape[2], others, mesh))
     batch = query.shape[0]
-    short = -batch % _size(data_axes, mesh)
-    repeats = math.lcm(key.shape[2], _size(head_axes, mesh)) // key.shape[2]
+    short = -batch % axis_size(mesh, data_axes)
+    repeats = math.lcm(key.shape[2], axis_size(mesh, head_axes)) // key.shape[2]
     query, key, value = (_more_rows(x, short) for x in (query, key, value))
     key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     if mask is not None and mask.shape[0] > 1:
@@ -71,8 +72,10 @@ def on_shares(
     axes = _Axes(mesh, data_axes, head_axes, None)
     if time_axis is not None and time_axis not in taken and divides(query, mesh, time_axis):
         axes = _Axes(mesh, data_axes, head_axes, time_axis)
-        if is_causal and mask is not None and _is_matrix(mask):
-            mask, is_causal = mask & _triangle(query, key), False
+        # A mask that hides different keys from different queries or heads is a matrix.
+        if is_causal and mask is not None and mask.shape[3] > 1 and max(mask.shape[1:3]) > 1:
+            triangle = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])
+            mask, is_causal = mask & triangle, False
         if is_causal:
             kernel_of = functools.partial(
                 sequence.causal_kernel, soft_cap=soft_cap, interpret=interpret
@@ -125,12 +128,8 @@ def _plain(local: _Call, arrays: _Arrays, mask: _Mask, mapped: _Call, axes: _Axe
     if mask is not None:
         arguments.append(mask)
         specs.append(axes.of_mask(mask))
-    share = local if mask is not None else functools.partial(_without_mask, local)
+    share = local if mask is not None else lambda query, key, value: local(query, key, value, None)
     return jax.jit(mapped(share, in_specs=tuple(specs), out_specs=specs[0]))(*arguments)
-
-
-def _without_mask(local, query, key, value):
-    return local(query, key, value, None)
 
 
 def _causal(
@@ -141,7 +140,7 @@ def _causal(
     time, source = query.shape[1], key.shape[1]
     assert axes.time is not None
     pieces = sequence.Pieces.of(axes.mesh.shape[axes.time], time)
-    devices = _size(axes.heads, axes.mesh)
+    devices = axis_size(axes.mesh, axes.heads)
     heads = query.shape[2] // devices // sequence.groups_of_heads(key.shape[2] // devices)
     made = kernel_of(pieces, source, heads)
     specs = [sequence.kernel_specs(made, axes.mesh, axes.time), axes.of_query()]
@@ -157,29 +156,6 @@ def _causal(
     )
     output = jax.jit(mapped(share, in_specs=tuple(specs), out_specs=axes.of_query()))(*arguments)
     return output if sees is None else kernel.mean_where_blind(output, sees, value)
-
-
-def _is_matrix(mask: jax.Array) -> bool:
-    """Whether a mask hides different keys from different queries or heads."""
-    return mask.shape[3] > 1 and max(mask.shape[1:3]) > 1
-
-
-def _triangle(query: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])
-
-
-def _dividing_axes(axes: Sequence[str], mesh: Mesh, number: int) -> tuple[str, ...]:
-    """The axes, in order, whose sizes together divide `number`."""
-    chosen, size = [], 1
-    for axis in axes:
-        if mesh.shape[axis] > 1 and number % (size * mesh.shape[axis]) == 0:
-            chosen.append(axis)
-            size *= mesh.shape[axis]
-    return tuple(chosen)
-
-
-def _size(axes: Sequence[str], mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _more_rows(x: jax.Array, rows: int) -> jax.Array:

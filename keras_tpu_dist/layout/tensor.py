@@ -668,7 +668,4 @@ def _gates(layer) -> int:
 
 
 def _elements(variable) -> int:
-    total = 1
-    for size in variable.shape:
-        total *= size
-    return total
+    return math.prod(variable.shape)

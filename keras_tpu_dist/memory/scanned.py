@@ -357,14 +357,12 @@ def _loop(run: Run, used: dict[Any, set[int]]) -> Step:
             return [results[run.carried[i]] for i in carried], [results[j] for j in kept]
 
         end, stacks = jax.lax.scan(one, start, stacked, length=len(blocks))
-        pieces = [jax.lax.index_in_dim(s, n, keepdims=False) for s in stacks for n in _range(run)]
+        pieces = [
+            jax.lax.index_in_dim(s, n, keepdims=False) for s in stacks for n in range(len(blocks))
+        ]
         return [*(end[n] for n in ends.values()), *pieces]
 
     return Step(inputs, outputs, compute)
-
-
-def _range(run: Run) -> range:
-    return range(len(run.blocks))
 
 
 def _read_outside(run: Run, used: dict[Any, set[int]], ends: dict[int, int]) -> list[int]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from keras_tpu_dist.common.axes import axis_size
 from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
 from keras_tpu_dist.recurrence.plan import LANES
 from keras_tpu_dist.recurrence.split_weights import by_columns, by_units
@@ -130,12 +131,7 @@ class Split:
     @property
     def parts(self) -> int:
         """The number of parts of the batch."""
-        if self.mesh is None:
-            return 1
-        parts = 1
-        for axis in self.axes:
-            parts *= self.mesh.shape[axis]
-        return parts
+        return 1 if self.mesh is None else axis_size(self.mesh, self.axes)
 
     def apply(self, function, loop: Loop, shared, own, weights: Weights):
         """Runs `function(loop, shared, own, weights)` on every part of the batch.
@@ -291,7 +287,7 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     short = -batch % split.parts
     if short:
         rows: Any = (x, state, mask)
-        x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), rows)
+        x, state, mask = jax.tree.map(lambda a: _pad(a, -2, short), rows)
     units = state[0].shape[-1]
     more = -units % LANES if loop.kernel else 0
     if more:
@@ -307,10 +303,6 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     if hs is None:
         return None, last
     return jnp.moveaxis(hs, 0, -2), last
-
-
-def _pad_rows(a, short: int):
-    return _pad(a, -2, short)
 
 
 def _pad(a, axis: int, short: int):

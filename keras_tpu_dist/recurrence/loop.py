@@ -397,7 +397,9 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     previous = saved.states
     if not loop.kernel:
         previous = tuple(_shift(loop, s, first) for s, first in zip(previous, saved.first))
-    rebuild = _rebuilds_by_step(loop, saved)
+    # Step by step only in a kernel, which has the weights available in every step.
+    can = loop.kernel is not None and cell.rebuilds_by_step and loop.directions == 1
+    rebuild = can and saved.inputs is None
     at = None if rebuild else loop.pin(_inputs(loop, x_read, own, saved, previous))
     needed = tuple(
         None if only and not rebuild else s for s, only in zip(previous, cell.only_multiplied)
@@ -423,12 +425,6 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     if weights.recurrent_bias is None:
         d_recurrent_bias = None
     return d_x, Weights(d_kernel, d_bias, d_recurrent, d_recurrent_bias), d_first
-
-
-def _rebuilds_by_step(loop: Loop, saved: SavedStates) -> bool:
-    """True only for a kernel, which has the weights available in every step."""
-    can = loop.kernel is not None and loop.cell.rebuilds_by_step and loop.directions == 1
-    return can and saved.inputs is None
 
 
 def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inputs):

@@ -5,7 +5,6 @@ References:
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from keras_tpu_dist.common.axes import axis_size
 from keras_tpu_dist.programs.partitioner.places import mesh_here, padded_at_the_end
 
 
@@ -38,7 +38,7 @@ class Where:
         Args:
             axes: Names of mesh axes.
         """
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in axes)
+        return 1 if self.mesh is None else axis_size(self.mesh, tuple(axes))
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,13 @@ def read(
     """
     operations = graph.needed({})
     lookups = _lookups(operations, graph.inputs[table])
-    scatters = _scatters(operations, graph.inputs[table].shape)
+    # Additions of rows to zeros of the table's shape: gradients of lookups.
+    shape = graph.inputs[table].shape
+    scatters = [
+        each
+        for each in operations
+        if each.name == "scatter-add" and each.results[0].shape == shape and _adds_rows(each)
+    ]
     by_indices = {id(each.indices): each for each in lookups}
     found = Reading(lookups)
     if not outputs or not lookups:
@@ -165,15 +171,6 @@ def _is_of_rows(gather: Equation) -> bool:
         and rank > 0
         and math.prod(indices.shape) > 0
     )
-
-
-def _scatters(operations: list[Equation], shape: tuple[int, ...]) -> list[Equation]:
-    """Additions of rows to zeros of a table's shape: gradients of lookups."""
-    return [
-        each
-        for each in operations
-        if each.name == "scatter-add" and each.results[0].shape == shape and _adds_rows(each)
-    ]
 
 
 def _adds_rows(scatter: Equation) -> bool:

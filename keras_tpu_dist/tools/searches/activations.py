@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from keras_tpu_dist.programs.calls import Called, calls, rank
+from keras_tpu_dist.programs.calls import calls, rank
 from keras_tpu_dist.programs.dimensions import dimensions, regrouped
 from keras_tpu_dist.programs.jaxprs import opened
 
@@ -293,7 +293,9 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         operands = [_of(names, atom) for atom in equation.invars]
-        call = _only_call(equation)
+        called = calls(equation)
+        # Of one program, with a known number of rounds, the operations are known.
+        call = called[0] if len(called) == 1 and called[0].kind in ("call", "loop") else None
         inner: dict[Any, Value] = {}
         if call is not None:
             body, own_parts = call.jaxpr, parts * call.devices
@@ -315,13 +317,6 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
 
 def _of(names: dict[Any, Value], atom: Any) -> Value | None:
     return None if isinstance(atom, core.Literal) else names[atom]
-
-
-def _only_call(equation: Any) -> Called | None:
-    """The program that an equation runs, if it runs one with a known number of rounds."""
-    called = calls(equation)
-    runs = len(called) == 1 and called[0].kind in ("call", "loop")
-    return called[0] if runs else None
 
 
 def _read_back(operation: Operation) -> None:
