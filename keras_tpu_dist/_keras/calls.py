@@ -248,6 +248,7 @@ class Wrapper(enum.IntEnum):
     TAKEN_APART = enum.auto()
     EXCHANGED = enum.auto()
     CHOSEN = enum.auto()
+    LOW_RANK = enum.auto()
     ON_HOST = enum.auto()
 
 

@@ -15,6 +15,7 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.layout.low_rank import note_low_rank
 from keras_tpu_dist.layout.use import note_uses
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
@@ -92,6 +93,7 @@ class Membership:
         self.placement = after
         self._versions = versions
         note_uses(model, after)
+        note_low_rank(model)
         self._targets = [
             (v, self.strategy.layouts.target(v, given_layout(v), after)) for v in variables
         ]

@@ -1,0 +1,156 @@
+"""Kernels with LoRA: gradients are summed over the devices after the small products.
+
+Keras adds the product of the factors to the kernel, `kernel + scale * a @ b`, and multiplies the
+input by the sum. The gradient of that sum has the size of the kernel, and the partitioner adds it
+up over the devices before it multiplies it by the factors. Here the input is multiplied by the
+kernel, and by one factor after the other: the same features, but only the factors have gradients,
+and a frozen kernel needs none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
+
+_SAME = ("convert_element_type", "copy")
+
+
+def note_low_rank(model: Any) -> None:
+    """Wraps the calls of a model's layers that have LoRA.
+
+    Args:
+        model: A model.
+    """
+    for layer in _keras.flatten_layers(model):
+        if getattr(layer, "lora_enabled", False):
+            _keras.route_calls(type(layer), _keras.Wrapper.LOW_RANK, _around)
+
+
+def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps the call of a layer class of which some layers have LoRA."""
+    enabled = getattr(layer, "lora_enabled", False)
+    if _keras.active_strategy() is None or not enabled or not _keras.in_compiled_call():
+        return stock(*args, **kwargs)
+    return _keras.computed_otherwise(stock, layer, args, kwargs, _by_factors)
+
+
+def _by_factors(jaxpr: Any, inputs: list) -> list:
+    graph = graph_of(jaxpr)
+    instead = {found.product: found.replaced() for found in sums_in(graph)}
+    return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A product with the sum of a kernel and its factors.
+
+    Attributes:
+        product: The product.
+        side: Which of its operands is the sum.
+        kernel: The kernel.
+        a: The first factor, `(..., rank)`.
+        b: The second factor, `(rank, features)`.
+        scale: What the product of the factors is multiplied by, or `None`.
+    """
+
+    product: Equation
+    side: int
+    kernel: Atom
+    a: Atom
+    b: Atom
+    scale: Atom | None
+
+    def replaced(self) -> Instead:
+        """The replacement of the product."""
+        scales = [] if self.scale is None else [self.scale]
+        operands = [self.product.operands[1 - self.side], self.kernel, self.a, self.b, *scales]
+        return Instead(operands, self._features)
+
+    def _features(self, arrays: list[Any]) -> list[Any]:
+        x, kernel, a, b, *scale = arrays
+        summed = self.product.operands[self.side].aval.dtype
+        pair = [x, x]
+        pair[self.side], pair[1 - self.side] = kernel.astype(summed), x
+        (features,) = self.product.run(pair)
+        added = self._through_factors(x, a.astype(summed), b.astype(summed))
+        for factor in scale:
+            added = added * jnp.asarray(factor).astype(added.dtype)
+        return [features + added.astype(features.dtype)]
+
+    def _through_factors(self, x: Any, a: Any, b: Any) -> Any:
+        """`x` times `a @ b`, with the dimensions of the product."""
+        contracted, _ = self.product.equation.params["dimension_numbers"]
+        of_x, of_kernel = map(list, (contracted[1 - self.side], contracted[self.side]))
+        made = self.product.results[0].aval.dtype
+        last = a.ndim - 1
+
+        def times(one: Any, other: Any, dims: tuple[list[int], list[int]]) -> Any:
+            return lax.dot_general(one, other, (dims, ([], [])), preferred_element_type=made)
+
+        if last not in of_kernel:
+            small = times(x, a, (of_x, of_kernel)).astype(x.dtype)
+            result = times(small, b, ([small.ndim - 1], [0]))
+        else:
+            at = of_kernel.index(last)
+            dim = of_x.pop(at)
+            del of_kernel[at]
+            small = times(x, b, ([dim], [1])).astype(x.dtype)
+            of_x = [each - (each > dim) for each in of_x]
+            result = times(small, a, ([*of_x, small.ndim - 1], [*of_kernel, last]))
+        if self.side:
+            return result
+        # The kernel is the first operand, so its features come first.
+        rows = x.ndim - len(contracted[1])
+        return jnp.transpose(result, (*range(rows, result.ndim), *range(rows)))
+
+
+def sums_in(graph: Graph) -> list[LowRank]:
+    """The products of a program with the sum of a kernel and a product of small factors.
+
+    Args:
+        graph: The program of a layer's call.
+    """
+    found = []
+    for operation in graph.operations:
+        if operation.name != "dot_general" or operation.equation.params["dimension_numbers"][1][0]:
+            continue
+        for side, operand in enumerate(operation.operands):
+            low_rank = _low_rank(operation, side, operand)
+            if low_rank is not None:
+                found.append(low_rank)
+                break
+    return found
+
+
+def _low_rank(product: Equation, side: int, operand: Atom) -> LowRank | None:
+    total = _made_by(operand, "add")
+    if total is None:
+        return None
+    for kernel, other in (total.operands, total.operands[::-1]):
+        scale, factors = None, _made_by(other, "mul")
+        if factors is not None:
+            scale, other = sorted(factors.operands, key=lambda atom: len(atom.shape))
+            if scale.shape:
+                continue
+        small = _made_by(other, "dot_general")
+        if small is None or kernel.shape != operand.shape:
+            continue
+        a, b = small.operands
+        plain = ((len(a.shape) - 1,), (0,)), ((), ())
+        if small.equation.params["dimension_numbers"] == plain and len(b.shape) == 2:
+            return LowRank(product, side, kernel, a, b, scale)
+    return None
+
+
+def _made_by(atom: Atom, name: str) -> Equation | None:
+    """The operation of this name that makes a value, apart from its dtype."""
+    while atom.operation is not None and atom.operation.name in _SAME:
+        (atom,) = atom.operation.operands
+    made = atom.operation
+    return made if made is not None and made.name == name else None

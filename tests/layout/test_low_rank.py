@@ -1,0 +1,133 @@
+"""LoRA: only the gradients of the factors are summed over the devices, and results are the same."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.layout import low_rank
+
+L = keras.layers
+WIDTH, RANK = 64, 4
+KINDS = {
+    "dense": lambda: [
+        L.Dense(2 * WIDTH, activation="gelu", name="one"),
+        L.Dense(WIDTH, use_bias=False, name="two"),
+    ],
+    "einsum": lambda: [
+        L.EinsumDense(
+            "btd,dnh->btnh", output_shape=(None, 4, WIDTH // 4), bias_axes="nh", name="one"
+        ),
+        L.EinsumDense("btnh,nhd->btd", output_shape=(None, WIDTH), name="two"),
+    ],
+    # Its last dimension is that of the input.
+    "transposed": lambda: [L.EinsumDense("btd,fd->btf", output_shape=(None, WIDTH), name="one")],
+    "attention": lambda: [Attention(name="attention")],
+}
+MESHES = {
+    "data": ({"data": 8}, None),
+    "data_model": ({"data": 4, "model": 2}, ktd.Planner("tensor_parallel", min_size=16)),
+    "data_fsdp_model": ({"data": 2, "fsdp": 2, "model": 2}, ktd.Planner("fsdp", min_size=16)),
+}
+
+
+class Attention(L.Layer):
+    """Attention of one sequence with itself, of which queries and values have LoRA."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = L.MultiHeadAttention(4, WIDTH // 4, name="inner")
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+def data(rows=39):
+    x = np.random.default_rng(0).normal(size=(rows, 6, WIDTH)).astype("float32")
+    return x, x[..., :1]
+
+
+def build(kind, rank=RANK, **compile_options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((6, WIDTH)), *KINDS[kind](), L.Dense(1, name="head")]
+    model = keras.Sequential(layers)
+    for layer in model._flatten_layers():
+        if layer.name in ("one", "two", "query", "value") and hasattr(layer, "enable_lora"):
+            layer.enable_lora(rank, lora_alpha=6)
+            factor = np.random.default_rng(0).normal(size=layer.lora_kernel_b.shape)
+            layer.lora_kernel_b.assign(factor * 0.1)
+    model.compile(keras.optimizers.SGD(0.02), "mse", **compile_options)
+    return model
+
+
+def results(model):
+    x, y = data()
+    history = model.fit(x, y, batch_size=13, epochs=2, shuffle=False, verbose=0).history
+    return [np.array(history["loss"]), model.predict(x, verbose=0), *model.get_weights()]
+
+
+def cases():
+    for kind in KINDS:
+        for mesh in MESHES:
+            fast = (kind, mesh) in (("dense", "data_model"), ("transposed", "data"))
+            yield pytest.param(kind, mesh, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), list(cases()))
+def test_results_are_those_of_one_device(kind, mesh, monkeypatch):
+    found = []
+    stock = low_rank.sums_in
+    monkeypatch.setattr(low_rank, "sums_in", lambda graph: found.extend(stock(graph)) or found)
+    expected = results(build(kind, steps_per_execution=2))
+    assert not found
+    with ktd.TPUStrategy(*MESHES[mesh]).scope():
+        model = build(kind, steps_per_execution=2)
+    assert_close(results(model), expected)
+    assert found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["remat", "mixed_bfloat16", "int8", "run_eagerly"])
+def test_beside_other_options(option):
+    keras.config.set_dtype_policy(option if option == "mixed_bfloat16" else "float32")
+    options = {"run_eagerly": True} if option == "run_eagerly" else {}
+    expected = results(build("dense", **options)) if option != "int8" else None
+    with ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel").scope():
+        model = build("dense", **options)
+        if option == "remat":
+            ktd.remat(model.get_layer("one"))
+    if option == "int8":
+        plain = build("dense")
+        for each in (plain, model):
+            for name in ("one", "two"):
+                each.get_layer(name).quantize("int8")
+            each.compile(keras.optimizers.SGD(0.02), "mse")
+        expected = results(plain)
+    tolerance = 3e-2 if option == "mixed_bfloat16" else 1e-5
+    assert_close(results(model), expected, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("kind", ["dense", "einsum", "transposed"])
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [({"data": 8}, None), ({"data": 4, "model": 2}, "tensor_parallel"), ({"fsdp": 8}, "fsdp")],
+)
+def test_the_factors_are_all_that_is_summed(kind, mesh, plan):
+    """By the TPU compiler: at most twice the bytes of what trains, over the axes of the batch."""
+    strategy = ktd.TPUStrategy(mesh, plan, topology="v5e:2x4")
+    run = ktd.dry_run(lambda: build(kind), strategy, batch_size=64)
+    model = build(kind)
+    trained = sum(4 * int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    data_axes = set(strategy.data_axes)
+    summed = [
+        c.bytes * c.times
+        for c in run.cost.collectives
+        if c.kind in ("all-reduce", "reduce-scatter") and data_axes & set(c.axes)
+    ]
+    assert sum(summed) < 2 * trained
