@@ -14,8 +14,8 @@ from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.layout import annotations
-from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.low_rank import note_low_rank
+from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.use import note_uses
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
