@@ -596,6 +596,7 @@ ROWS: dict[str, Row] = {
             "strategy": STRATEGY,
             "effort": word("quik"),
             "calibration": CALIBRATION,
+            "verify": FLAG,
             **OF_DRY_RUNS,
         },
     ),
@@ -626,6 +627,7 @@ ROWS: dict[str, Row] = {
             **{"model": BUILD, "topology": ("", "v5:4x4", 3, True, []), "effort": word("quik")},
             **{"mesh": ("", "data", 3, True, [], {"data": 3}), "calibration": CALIBRATION},
             **{name: values for name, values in OF_DRY_RUNS.items() if name != "build"},
+            "verify": FLAG,
         },
     ),
     "compare": Row(

@@ -297,7 +297,7 @@ def explain_model(
         dict(mesh.shape),
         rows,
         outputs,
-        "; ".join(filter(None, [not_trained, _note(model, rows)])),
+        "; ".join(filter(None, [_note(model, rows), not_trained])),
         assigned,
         layers,
         crossings_text(mesh),

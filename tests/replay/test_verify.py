@@ -304,7 +304,7 @@ def test_in_a_shell(tmp_path, monkeypatch, capsys):
     [
         ({"steps": 0}, "steps of verify is a whole number of at least 1"),
         ({"steps": True}, "steps of verify is a whole number"),
-        ({"mode": "generate"}, 'Verify the step of a token with mode="predict"'),
+        ({"mode": "generate"}, 'mode of verify is "train", "evaluate" or "predict"'),
         ({"mode": "trian"}, "train"),
         ({"timeout": -1}, "timeout of verify is a number of seconds above 0"),
         ({"batch_size": 0}, "batch"),

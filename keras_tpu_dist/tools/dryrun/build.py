@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import one_of, require
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.hardware.calibration import Calibration
@@ -52,6 +53,7 @@ from keras_tpu_dist.training.step import jitted_step
 Build = Callable[[], keras.Model] | keras.Model
 
 KINDS = {"train": "train", "evaluate": "test", "predict": "predict", "generate": "predict"}
+MODE = one_of(*KINDS)
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def lower(
         ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
-    strategy, mode, kind = step.strategy, step.mode, checked_mode(step.mode)
+    strategy, mode, kind = step.strategy, step.mode, KINDS[step.mode]
     placer = strategy.placer
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -275,7 +277,7 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
         ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     build, strategy, mode = step.build, step.strategy, step.mode
-    checked_mode(mode)
+    require("a dry run", MODE, mode=mode)
     check_batch_size(step.batch_size, strategy)
     rows = operator.index(step.batch_size)
     with contextlib.ExitStack() as stack:
@@ -428,26 +430,6 @@ def _check_generates(model: keras.Model) -> None:
             received=f"model {model.name!r}, a {type(model).__name__}.",
             fix='Pass a CausalLM, or use mode="predict" for one call of the model.',
         )
-
-
-def checked_mode(mode: Any) -> str:
-    """Keras's name for the step of a mode.
-
-    Args:
-        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-    if not isinstance(mode, str) or mode not in KINDS:
-        raise value_error(
-            "The mode selects the step to compile.",
-            received={"mode": mode},
-            fix=f"Use one of: {', '.join(KINDS)}.",
-            name=str(mode),
-            choices=KINDS,
-        )
-    return KINDS[mode]
 
 
 @contextlib.contextmanager

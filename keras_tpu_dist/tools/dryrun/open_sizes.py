@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.common.checks import require, whole
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 
@@ -15,16 +14,6 @@ from keras_tpu_dist.input.batch_axis import element_names, flatten
 _EXAMPLES = {"time": 512, "image": 224, "count": 8}
 _TEXT_RANK, _IMAGE_RANK = 3, 4
 _ELEMENTS = ("x", "y", "sample_weight")
-
-
-def check_length(caller: str, sequence_length: Any) -> None:
-    """Raises a `ValueError` for a length that is neither `None` nor a number of at least 1.
-
-    Args:
-        caller: The function that got it, for the error.
-        sequence_length: The argument.
-    """
-    require(caller, whole(1), True, sequence_length=sequence_length)
 
 
 def filled(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from keras_tpu_dist.common.checks import FLAG, FUNCTION, SECONDS, require
+from keras_tpu_dist.common.checks import FLAG, FUNCTION, SECONDS, one_of, require, whole
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
@@ -15,7 +15,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
-from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject, checked_mode, lower
+from keras_tpu_dist.tools.dryrun.build import MODE, Build, Lowered, Subject, lower
 from keras_tpu_dist.tools.dryrun.cache import Cache, without_source_lines
 from keras_tpu_dist.tools.dryrun.compile import (
     EFFORTS,
@@ -29,7 +29,6 @@ from keras_tpu_dist.tools.dryrun.compile import (
 from keras_tpu_dist.tools.dryrun.figures import Estimate, estimate
 from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import find_largest
-from keras_tpu_dist.tools.dryrun.open_sizes import check_length
 from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.tools.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
 from keras_tpu_dist.tools.hlo.layers import Attribution
@@ -122,7 +121,7 @@ def dry_run(
     >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
     (True, [('data',)])
     """
-    check_length("dry_run", sequence_length)
+    require("dry_run", whole(1), True, sequence_length=sequence_length)
     step = Subject(build, strategy, 1, Inputs(x, y, sample_weight, sequence_length), mode)
     measured = checked_calibration(calibration)
     how = How(effort, timeout, calibration=measured, progress=progress)
@@ -171,7 +170,7 @@ def run_once(step: Subject, how: How) -> DryRun:
         step: What is dry-run.
         how: How it is compiled.
     """
-    _check_effort(how.effort)
+    require("a dry run", one_of(*EFFORTS), effort=how.effort)
     check_how(step.mode, how.timeout, how.progress)
     with stages(f"dry run, {step.mode} step", 3) as begin:
 
@@ -249,32 +248,8 @@ def check_how(mode: Any, timeout: Any, progress: Any) -> None:
         ValueError: If one has the wrong type or value.
     """
     require("a dry run", SECONDS, timeout=timeout)
-    check_progress("a dry run", progress)
-    checked_mode(mode)
-
-
-def check_progress(caller: str, progress: Any) -> None:
-    """Checks the function that is called at every stage; it may be `None`.
-
-    Args:
-        caller: The function that got it, for the error.
-        progress: The argument.
-
-    Raises:
-        ValueError: If it cannot be called.
-    """
-    require(caller, FUNCTION, True, progress=progress)
-
-
-def _check_effort(effort: Any) -> None:
-    if not isinstance(effort, str) or effort not in EFFORTS:
-        raise value_error(
-            "The effort is how hard the compiler tries.",
-            received={"effort": effort},
-            fix="Use 'quick' or 'exact'.",
-            name=str(effort),
-            choices=EFFORTS,
-        )
+    require("a dry run", FUNCTION, True, progress=progress)
+    require("a dry run", MODE, mode=mode)
 
 
 def _is_tpu(strategy: Strategy) -> bool:

@@ -13,7 +13,8 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import FLAG, SECONDS, require
+from keras_tpu_dist.common.checks import FLAG, SECONDS, one_of, require
+from keras_tpu_dist.common.checks import whole as whole_number
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
 from keras_tpu_dist.input.batch_axis import flatten
@@ -29,7 +30,6 @@ from keras_tpu_dist.tools.dryrun.build import (
     Build,
     Lowered,
     Subject,
-    checked_mode,
     fresh_optimizer,
     lower,
 )
@@ -181,21 +181,10 @@ def _check(
     build: Build, strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
 ) -> None:
     check_asked(build, strategy, "verify")
-    checked_mode(mode)
     require("verify", SECONDS, timeout=timeout)
     require("verify", FLAG, as_on_chip=as_on_chip)
-    if mode not in _MODES:
-        raise value_error(
-            f"verify runs one of {', '.join(_MODES)}.",
-            received={"mode": mode},
-            fix='Verify the step of a token with mode="predict".',
-        )
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise value_error(
-            "steps of verify is a whole number of at least 1, or None.",
-            received={"steps": steps},
-            fix="Leave it out to take steps_per_execution of compile.",
-        )
+    require("verify", one_of(*_MODES), mode=mode)
+    require("verify", whole_number(1), True, steps=steps)
     if strategy.topology is None:
         raise value_error(
             "verify needs a slice to compile for.",
