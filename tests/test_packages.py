@@ -85,10 +85,8 @@ PACKAGES = {
 }
 PACKAGES["tools.checkup"] = {
     *PACKAGES["tools.dryrun"],
-    "attention",
     "layers",
     "processes",
-    "programs.partitioner",
     "tools.dryrun",
 }
 PACKAGES["tools.replay"] = {*PACKAGES["tools.checkup"], "tools.checkup"}
