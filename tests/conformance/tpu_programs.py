@@ -13,7 +13,7 @@ import numpy as np
 from keras_tpu_dist._keras.replicas import whole_text
 from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
-from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES
 from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.tools.checkup.bounds import largest
@@ -87,7 +87,8 @@ class Replayed:
 def _described(axes):
     """The mesh of a slice of as many chips."""
     sizes = [size for _, size in axes]
-    slice_ = Topology.parse(f"{CHIP}-{int(np.prod(sizes))}")
+    chip = CHIPS[CHIP]  # names of slices count the cores of chips with one device
+    slice_ = Topology.parse(f"{CHIP}-{int(np.prod(sizes)) * chip.cores // chip.devices}")
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(**slice_.libtpu_arguments()).devices
