@@ -227,7 +227,7 @@ def test_a_launch_that_consumed_its_state_gives_back_the_start_of_an_epoch(
     with pytest.raises(RuntimeError, match="the launch died"):
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert_close(model.get_weights(), before if every_s else _weights_after(5))
-    assert "state of 0 seconds ago" in caplog.text
+    assert re.search(r"state of \d seconds ago", caplog.text)
     assert "donate_state=False" in caplog.text
     _still_trains(model)
 
