@@ -183,9 +183,6 @@ def layer_names(model: keras.Model) -> set[str]:
 def is_built(model: keras.Model) -> bool:
     """Whether all weights that a model uses exist; a layer that it never calls gets none.
 
-    Args:
-        model: The model.
-
     Public replacement: none; `model.built` can be true before its layers are.
     """
     if all(layer.built for layer in model._flatten_layers()):

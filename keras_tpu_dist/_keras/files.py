@@ -55,9 +55,6 @@ def names_in_files(model: Any) -> tuple[dict[str, Any], dict[int, str]]:
 
     Public replacement: none; `save_weights` writes them.
 
-    Args:
-        model: A built model.
-
     Returns:
         A dict from names to variables of layers and of the optimizer, or to other values that a
         layer saves; and a dict from the `id` of a layer to the start of its names.
@@ -112,9 +109,6 @@ class WeightsFile:
 
     def read(self, name: str) -> np.ndarray:
         """One array.
-
-        Args:
-            name: Its name.
 
         Raises:
             ValueError: If reading it would take more memory than its shape implies, or it is not

@@ -13,11 +13,7 @@ _METHODS = ("generate", "generate_step", "make_generate_function")
 
 
 def generates(model: Any) -> bool:
-    """Whether a model generates tokens, as KerasHub's language models do.
-
-    Args:
-        model: A model.
-    """
+    """Whether a model generates tokens, as KerasHub's language models do."""
     return all(callable(getattr(type(model), name, None)) for name in _METHODS)
 
 
@@ -41,9 +37,5 @@ def _made(model: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def sampler_variables(model: Any) -> list:
-    """The variables of the sampler that `compile` gave a model: random states.
-
-    Args:
-        model: A model that generates.
-    """
+    """The variables of the sampler that `compile` gave a model: random states."""
     return list(model.sampler.variables)

@@ -17,9 +17,6 @@ class Mark:
     """An attribute that this package sets on variables or layers; copies and pickles keep it.
 
     Public replacement: none; a dictionary with weak keys is not copied along with its objects.
-
-    Args:
-        attribute: The name of the attribute.
     """
 
     def __init__(self, attribute: str):

@@ -82,11 +82,7 @@ class Replacement:
 
 
 def fault_of(name: Reached) -> str:
-    """The message for a missing name.
-
-    Args:
-        name: The name.
-    """
+    """The message for a missing name."""
     return f"{name} is missing"
 
 
@@ -121,11 +117,7 @@ _lock = threading.Lock()
 
 
 def declare(*replacements: Replacement) -> None:
-    """Adds to the table; Keras does not change until `install`.
-
-    Args:
-        *replacements: What to replace.
-    """
+    """Adds to the table; Keras does not change until `install`."""
     _declared.extend(replacements)
 
 
@@ -192,9 +184,6 @@ def check_keras(replacements: Any = None) -> None:
 
 def raise_faults(names: Iterable[Reached]) -> None:
     """Raises an `ImportError` with all names that this Keras lacks.
-
-    Args:
-        names: The names.
 
     Raises:
         ImportError: If it lacks one.

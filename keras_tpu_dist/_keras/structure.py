@@ -33,9 +33,6 @@ def flatten_layers(model: Any) -> list:
 def sublayers(layer: Any) -> list:
     """The layers a layer holds directly, in the order they were assigned.
 
-    Args:
-        layer: The layer, or a model.
-
     Public replacement: `Layer.layers`, which only models have.
     """
     return [inner for inner in layer._layers if isinstance(inner, keras.Layer)]
@@ -206,9 +203,6 @@ def full_precision(variable):
 
     Gradients accumulated in float32 should not be rounded to bfloat16 on their way to a float32
     variable. Public replacement: none; `Variable.value` always casts inside a layer call.
-
-    Args:
-        variable: The variable.
     """
     with AutocastScope(None):
         return variable.value
@@ -288,9 +282,6 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     """The arguments of a model's `compile`, by name; public replacement: none.
 
     `Model.get_compile_config` returns configs, from which custom functions cannot be restored.
-
-    Args:
-        model: A compiled model.
     """
     return dict(model._compile_config.config)
 

@@ -344,11 +344,7 @@ def on_new_layer(created: Callable[[Any], None]) -> None:
 
 
 def on_compile(begins: Callable[[Any], None]) -> None:
-    """Calls `begins(model)` before a model is compiled in a strategy's scope.
-
-    Args:
-        begins: Called with the model.
-    """
+    """Calls `begins(model)` before a model is compiled in a strategy's scope."""
     _for_compiled.append(begins)
 
 
@@ -839,11 +835,7 @@ def variable_layout(variable: Any) -> Any:
 
 
 def variable_layouts(variables: list) -> list:
-    """The layouts of variables. See `variable_layout`.
-
-    Args:
-        variables: The variables.
-    """
+    """The layouts of variables. See `variable_layout`."""
     return [v._layout for v in variables]
 
 

@@ -103,12 +103,7 @@ def seen_of(rows: np.ndarray, columns: np.ndarray, source: int) -> np.ndarray:
 
 
 def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """The kernel's blocks.
-
-    Args:
-        rows: Queries in a block.
-        columns: Keys in a block.
-    """
+    """The kernel's blocks."""
     # Not the fused backward kernel: it keeps one dq per key block, in the input's dtype.
     of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
     of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)

@@ -67,11 +67,7 @@ class Pieces:
         return self.time // self.devices
 
     def positions(self, device: int) -> np.ndarray:
-        """The queries that a device computes, in its order; shape `(rows,)`, int32.
-
-        Args:
-            device: Its number on the axis.
-        """
+        """The queries that a device computes, in its order; shape `(rows,)`, int32."""
         if not self.balanced:
             return np.arange(device * self.rows, (device + 1) * self.rows, dtype=np.int32)
         size = self.rows // 2

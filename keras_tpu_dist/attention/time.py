@@ -11,11 +11,7 @@ from keras_tpu_dist.programs.partitioner.places import constrained
 
 
 def symbolic(*arrays: jax.Array) -> bool:
-    """Whether a size is no number: Keras then only asks for the shape of the result.
-
-    Args:
-        *arrays: Queries and keys.
-    """
+    """Whether a size is no number: Keras then only asks for the shape of the result."""
     return any(map(jax.export.is_symbolic_dim, (size for x in arrays for size in x.shape)))
 
 

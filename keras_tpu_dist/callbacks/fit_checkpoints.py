@@ -113,11 +113,7 @@ class Due:
     saved_at_s: float = field(default_factory=time.monotonic)
 
     def launched(self, steps: int) -> None:
-        """Counts a launch.
-
-        Args:
-            steps: Its train steps.
-        """
+        """Counts a launch."""
         self.steps += steps
         self.launches += 1
 
@@ -138,11 +134,7 @@ class Due:
         return agree("looking at the clock of process 0", FIX, due, bool)[0]
 
     def after_epochs(self, epochs: int) -> bool:
-        """Whether a checkpoint is due after this number of epochs.
-
-        Args:
-            epochs: The number of epochs.
-        """
+        """Whether a checkpoint is due after this number of epochs."""
         every = self.when.every_epochs
         return every is not None and epochs % every == 0
 
@@ -322,11 +314,7 @@ class FitCheckpoints:
         give_back(self.fit.callbacks, training["callbacks"], resumed.arrays, log)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Saves the end of the previous epoch, and restarts the counts.
-
-        Args:
-            epoch: The epoch that starts, from 0.
-        """
+        """Saves the end of the previous epoch, and restarts the counts."""
         place = self.place
         place.standing = None
         if self.resumed is None and place.logs is not None and self.due.after_epochs(epoch):
@@ -339,21 +327,13 @@ class FitCheckpoints:
             self.fit.control.begin_epoch()
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """Handles the end of an epoch.
-
-        Args:
-            logs: Its logs.
-        """
+        """Handles the end of an epoch."""
         self.place.logs = dict(logs)
         if self.fit.control is None:
             self.place.step += self.place.done
 
     def count_batch(self, batch: int) -> None:
-        """Counts a launch without a strategy.
-
-        Args:
-            batch: Its last batch, from 0.
-        """
+        """Counts a launch without a strategy."""
         # Keras may call this in a thread, and the last launch may have fewer steps than it is
         # counted for.
         self.place.done = min(max(self.place.done, batch + 1), self.fit.steps or batch + 1)

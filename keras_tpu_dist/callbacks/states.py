@@ -23,9 +23,6 @@ def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str,
     For Keras's own callbacks, the saved attributes are listed in
     `keras_tpu_dist._keras.callback_states`. Any callback with `state_dict()` and
     `load_state_dict(state)` provides its own, in plain data.
-
-    Args:
-        callbacks: The callbacks of a fit.
     """
     states, arrays = [], {}
     for i, callback in enumerate(_that_know(callbacks)):
@@ -150,11 +147,7 @@ def give_back_history(history: Any, record: dict[str, Any]) -> None:
 
 
 def plain_attributes(callbacks: Sequence[Any]) -> dict[int, dict[str, Any]]:
-    """The plain attributes of users' callbacks without `state_dict`, by the callback's place.
-
-    Args:
-        callbacks: The callbacks of a fit.
-    """
+    """The plain attributes of users' callbacks without `state_dict`, by the callback's place."""
     of_all = vars(keras.callbacks.Callback())
     return {
         i: {

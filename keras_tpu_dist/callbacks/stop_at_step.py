@@ -185,11 +185,7 @@ class StopAtStep(InFit):
 
 
 def reached_by(callbacks: Iterable) -> int | None:
-    """The step at which a `StopAtStep` has stopped training, if one has.
-
-    Args:
-        callbacks: The callbacks of the fit.
-    """
+    """The step at which a `StopAtStep` has stopped training, if one has."""
     stops = (each for each in callbacks if isinstance(each, StopAtStep))
     found = [each.last_step for each in stops if each.reached]
     return min(found, default=None)

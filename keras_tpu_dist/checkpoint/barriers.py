@@ -65,11 +65,7 @@ class Barriers:
             raise OSError(failed[0][1])
 
     def give_up(self, error: BaseException) -> None:
-        """Passes the remaining barriers for the others, which then fail, too.
-
-        Args:
-            error: The error of this process.
-        """
+        """Passes the remaining barriers for the others, which then fail, too."""
         if self._stage < _STAGES:
             own = jax.process_index()
             reason = f"process {own}: {type(error).__name__}: {error}"[:_MOST_LETTERS]
@@ -87,11 +83,7 @@ class Barriers:
 
 
 def barriers_of(directory: str) -> Barriers | None:
-    """The barriers for a directory that all processes open to write; `None` for one process.
-
-    Args:
-        directory: The directory.
-    """
+    """The barriers for a directory that all processes open to write; `None` for one process."""
     client = _keras.coordination_client()
     if jax.process_count() == 1 or client is None:
         return None

@@ -73,9 +73,6 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
 def rows_beside(models: Sequence[Any]) -> list[list[tuple[str, Entry, Any]]]:
     """The arrays that the layers of models keep beside their variables, for a snapshot.
 
-    Args:
-        models: The models.
-
     Returns:
         For each model, the kind, the entry, and the array of each.
     """

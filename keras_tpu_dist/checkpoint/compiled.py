@@ -57,11 +57,7 @@ def has_trained(optimizer: Any) -> bool:
 
 
 def is_saved(data: Any) -> bool:
-    """Whether plain data, from any source, is a result of `CompiledOptimizer.to_dict`.
-
-    Args:
-        data: Any JSON value.
-    """
+    """Whether plain data, from any source, is a result of `CompiledOptimizer.to_dict`."""
     if not isinstance(data, Mapping) or set(data) != {"rate", "accumulation"}:
         return False
     rate, steps = data["rate"], data["accumulation"]
@@ -69,12 +65,7 @@ def is_saved(data: Any) -> bool:
 
 
 def one_family(one: str | None, other: str | None) -> bool:
-    """Whether the slots of two classes of optimizers have one meaning.
-
-    Args:
-        one: A class's name.
-        other: Another one.
-    """
+    """Whether the slots of two classes of optimizers have one meaning."""
     return one == other or any({one, other} <= family for family in _FAMILIES)
 
 

@@ -97,9 +97,6 @@ class Difference(Printed):
 def contents(directory: str | os.PathLike) -> Contents:
     """Lists the contents of a directory of checkpoints, without reading values.
 
-    Args:
-        directory: The directory.
-
     Raises:
         CheckpointError: If it does not exist.
     """
@@ -109,10 +106,6 @@ def contents(directory: str | os.PathLike) -> Contents:
 
 def difference(first: str | os.PathLike, second: str | os.PathLike) -> Difference:
     """Compares the newest checkpoints of two directories by their manifests.
-
-    Args:
-        first: A directory.
-        second: Another directory.
 
     Raises:
         CheckpointError: If one of them has no readable checkpoint.

@@ -180,11 +180,7 @@ def whole_steps(root: Any, local: bool) -> list[int]:
 
 
 def is_there(path: Any) -> bool:
-    """Whether a path exists, also as a link to nothing.
-
-    Args:
-        path: The path.
-    """
+    """Whether a path exists, also as a link to nothing."""
     return path.exists() or os.path.islink(path)
 
 
@@ -258,11 +254,7 @@ def has_ended(path: Any) -> bool:
 
 
 def remove(path: Any) -> None:
-    """Deletes a directory, after renaming it.
-
-    Args:
-        path: The directory.
-    """
+    """Deletes a directory, after renaming it."""
     gone = path.parent / f"{path.name}{_REMOVED}"
     if is_there(gone):
         _delete(gone)
@@ -345,9 +337,6 @@ def settle(root: Any, run_of: Callable[[Any], str | None], *, overwrites: bool =
 
 class Lock:
     """Makes this the only process that may write into a directory.
-
-    Args:
-        directory: The directory, which is local.
 
     Raises:
         CheckpointError: If another process writes there.

@@ -53,11 +53,7 @@ _Item = TypeVar("_Item")
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
-    """Whether a path has the suffix of a file with weights that Keras saves.
-
-    Args:
-        path: The path.
-    """
+    """Whether a path has the suffix of a file with weights that Keras saves."""
     return os.fspath(path).endswith(SUFFIXES)
 
 
@@ -274,11 +270,7 @@ _KINDS = {
 
 
 def is_directory_of_keras(directory: str | os.PathLike) -> bool:
-    """Whether Keras's callback wrote a directory of checkpoints, or one of the checkpoints in it.
-
-    Args:
-        directory: The path.
-    """
+    """Whether Keras's callback wrote a directory of checkpoints, or one of those in it."""
     path = folder(directory)
     if not path.is_dir():
         return False
@@ -314,10 +306,6 @@ class KerasDirectory(CheckpointReader):
     def manifest(self, step: int, name: str = "") -> Manifest:
         """The manifest of a step's checkpoint.
 
-        Args:
-            step: The step.
-            name: Not used.
-
         Raises:
             CheckpointError: If it cannot be read.
         """
@@ -340,11 +328,7 @@ class KerasDirectory(CheckpointReader):
 
     @staticmethod
     def state_of(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
-        """The model's state, with Keras's names for slots, in the manifest's order.
-
-        Args:
-            model: The model.
-        """
+        """The model's state, with Keras's names for slots, in the manifest's order."""
         state = named_state(model)
         state[SLOTS] = [
             (replace(entry, slot=_after(entry.path, variable.path)), variable)

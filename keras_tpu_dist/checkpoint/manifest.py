@@ -224,11 +224,7 @@ def _is_count(value: Any) -> bool:
 
 
 def check_name(path: str) -> None:
-    """Raises a `CheckpointError` for a path that could not be read back.
-
-    Args:
-        path: The path of an array.
-    """
+    """Raises a `CheckpointError` for a path that could not be read back."""
     if not _is_name(path):
         raise checkpoint_error(
             f"A path in a checkpoint has at most {_LONGEST_NAME:,} characters.",

@@ -243,9 +243,6 @@ def follow(
 def numbered(names: Iterable[T]) -> list[tuple[T, int]]:
     """Names with the number of equal names before them, because weights may share a path.
 
-    Args:
-        names: The names.
-
     Example:
 
     >>> numbered(["proj/kernel", "proj/kernel", "out/kernel"])
@@ -303,9 +300,6 @@ def _named_in(objects: Iterable[Any]) -> Iterator[Any]:
 
 def canonical(path: str) -> str:
     """A path without the numbers that Keras gives to layers without a name.
-
-    Args:
-        path: A variable's path.
 
     Example:
 

@@ -182,9 +182,6 @@ class CheckpointReader:
     def agreed_manifest(self, step: int) -> Manifest:
         """The manifest of a step's checkpoint, the same in all processes.
 
-        Args:
-            step: The step.
-
         Raises:
             CheckpointError: In all processes, if one cannot read it.
             ValueError: If they read different ones.
@@ -319,11 +316,7 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
 
 
 def none_in(directory: str) -> CheckpointError:
-    """The error for a directory without checkpoints.
-
-    Args:
-        directory: The directory.
-    """
+    """The error for a directory without checkpoints."""
     return checkpoint_error(
         f"There is no checkpoint in {directory!r}.",
         received={"directory": directory},
@@ -360,10 +353,6 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
 def check_files(directory: str, name: str) -> None:
     """Checks the sizes of files before they are read into memory: all except the arrays' values.
-
-    Args:
-        directory: The directory of checkpoints.
-        name: The checkpoint's name.
 
     Raises:
         ValueError: If one is too large, or not a regular file.
@@ -419,20 +408,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_local(directory: str) -> bool:
-    """Whether a directory is not a bucket.
-
-    Args:
-        directory: The directory.
-    """
+    """Whether a directory is not a bucket."""
     return "://" not in directory
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested dicts, with their keys joined by `/`.
-
-    Args:
-        tree: The dicts.
-        prefix: What is before the keys.
 
     Example:
 
@@ -459,9 +440,6 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def folder(directory: str | os.PathLike) -> Any:
     """A directory as a path object that also works for a bucket.
-
-    Args:
-        directory: The directory.
 
     Raises:
         CheckpointError: If it is a link to nothing, or in storage of an unknown kind.

@@ -44,11 +44,7 @@ class Restored(Printed):
 
 
 def build_optimizer(model: Any) -> None:
-    """Creates the slots of a model's optimizer, if it has not trained yet, to load saved ones.
-
-    Args:
-        model: A built model.
-    """
+    """Creates the slots of a model's optimizer, if it has not trained yet, to load saved ones."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or optimizer.built:
         return

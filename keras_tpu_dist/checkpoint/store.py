@@ -266,9 +266,6 @@ class Store(CheckpointReader):
     def set_later_aside(self, step: int) -> None:
         """Sets aside what is newer than a checkpoint: the run returns to it.
 
-        Args:
-            step: The checkpoint.
-
         Raises:
             CheckpointError: If it cannot be done, in all processes.
         """
@@ -297,10 +294,6 @@ class Store(CheckpointReader):
         """Adds metrics to a checkpoint, to choose the best one by.
 
         They come later because validation may end after the checkpoint was written.
-
-        Args:
-            step: Its number.
-            metrics: The numbers.
 
         Raises:
             CheckpointError: If the checkpoint could not be written, or this cannot be added.

@@ -89,10 +89,6 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
 def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
     """Replaces `"logical"` in a layout by all logical sub-axes of the mesh.
 
-    Args:
-        axes: One entry per dimension.
-        axis_names: The mesh's axes.
-
     Returns:
         The layout, unchanged if the mesh has an axis of that name or no sub-axes.
 
@@ -121,11 +117,7 @@ def entry_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def names_in(axes: Iterable) -> list[str]:
-    """The mesh axes in all entries of a layout, in order.
-
-    Args:
-        axes: The entries.
-    """
+    """The mesh axes in all entries of a layout, in order."""
     return [name for entry in axes for name in entry_names(entry)]
 
 

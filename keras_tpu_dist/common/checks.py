@@ -90,12 +90,7 @@ FUNCTION = Requirement("a function", callable, "function")
 
 
 def whole(least: int = 1, most: int = _MOST) -> Requirement:
-    """A whole number.
-
-    Args:
-        least: The smallest one.
-        most: The largest one.
-    """
+    """A whole number."""
     at_most = "" if most == _MOST else f" and at most {most}"
     return Requirement(
         f"a whole number of at least {least}{at_most}",
@@ -195,9 +190,6 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     `bool`, `str` and `Callable` declare themselves; `Annotated[int, whole(1)]` declares more. The
     error for an unknown keyword says what to write: for a TensorFlow keyword the entry of
     `tensorflow_names`, otherwise the nearest of ours.
-
-    Args:
-        function: The function.
     """
     owner = function.__qualname__.removesuffix(".__init__")
     caller = owner.removeprefix("TPUStrategy.")

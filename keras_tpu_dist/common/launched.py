@@ -98,12 +98,7 @@ def _write_error(name: str, words: str) -> None:
 
 
 def note_ended(folder: Path, numbers: Iterable[int]) -> None:
-    """Notes, in the launcher, which processes have ended with exit code 0.
-
-    Args:
-        folder: The folder of the reports.
-        numbers: Their numbers.
-    """
+    """Notes, in the launcher, which processes have ended with exit code 0."""
     (folder / _ENDED).write_text(" ".join(map(str, numbers)))
 
 

@@ -7,9 +7,6 @@ from urllib.parse import unquote
 def plain_path(path: str | os.PathLike) -> str:
     """A path without `~` or `file://`; one in a bucket stays as it is.
 
-    Args:
-        path: The path.
-
     Example:
 
     >>> [plain_path(path) for path in ("runs/7", "file:///ssd/run%207", "gs://bucket/~/7")]

@@ -43,11 +43,7 @@ class Timeline:
         return self._stack[-1]
 
     def enter(self, phase: str) -> None:
-        """Begins a phase within the current one.
-
-        Args:
-            phase: Its name.
-        """
+        """Begins a phase within the current one."""
         with self._lock:
             self._count()
             self._stack.append(phase)
@@ -60,11 +56,7 @@ class Timeline:
                 self._stack.pop()
 
     def turn(self, phase: str) -> None:
-        """Replaces the current phase.
-
-        Args:
-            phase: Its name.
-        """
+        """Replaces the current phase."""
         new = self.training if phase == TRAIN else phase
         if self._stack[-1] != new:
             with self._lock:
@@ -72,21 +64,13 @@ class Timeline:
                 self._stack[-1] = new
 
     def train_as(self, phase: str) -> None:
-        """Sets the phase that training counts as.
-
-        Args:
-            phase: TRAIN or REPLAY.
-        """
+        """Sets the phase that training counts as."""
         self.training = phase
         if self.phase in (TRAIN, REPLAY):
             self.turn(TRAIN)
 
     def waited(self, seconds: float) -> None:
-        """Counts the last seconds of training as waiting for input.
-
-        Args:
-            seconds: The number of seconds.
-        """
+        """Counts the last seconds of training as waiting for input."""
         with self._lock:
             self._count()
             if self.phase in (TRAIN, REPLAY):
@@ -113,20 +97,12 @@ _listeners: list[Callable[[int], None]] = []
 
 
 def count(timeline: Timeline) -> None:
-    """Lets a timeline record the phases of this thread.
-
-    Args:
-        timeline: The timeline.
-    """
+    """Lets a timeline record the phases of this thread."""
     _timelines.set((*_timelines.get(), timeline))
 
 
 def stop(timeline: Timeline) -> None:
-    """Ends the recording of a timeline.
-
-    Args:
-        timeline: The timeline.
-    """
+    """Ends the recording of a timeline."""
     _timelines.set(tuple(each for each in _timelines.get() if each is not timeline))
 
 
@@ -137,11 +113,7 @@ def is_counted() -> bool:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The context of one phase.
-
-    Args:
-        name: Its name.
-    """
+    """The context of one phase."""
     counting = _timelines.get()
     for each in counting:
         each.enter(name)
@@ -173,11 +145,7 @@ def turn(name: str, of: str | None = None) -> None:
 
 
 def waited_for_input(seconds: float) -> None:
-    """Counts the last seconds of training as waiting for input.
-
-    Args:
-        seconds: The number of seconds.
-    """
+    """Counts the last seconds of training as waiting for input."""
     for each in _timelines.get():
         each.waited(seconds)
 

@@ -89,9 +89,6 @@ _recorder: GoodputRecorder | None = None
 def begin(path: str) -> None:
     """Starts the recorder of this process, unless it has started.
 
-    Args:
-        path: The file.
-
     Raises:
         ValueError: If the recorder writes to another file.
         OSError: If the file cannot be written.

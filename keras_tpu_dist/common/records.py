@@ -91,9 +91,6 @@ def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> 
 def check_ours(path: str) -> None:
     """Checks that a file may be added to: it is missing, empty, or has lines of goodput.
 
-    Args:
-        path: The file.
-
     Raises:
         ValueError: If it is another file.
         OSError: If it cannot be read.
@@ -113,9 +110,6 @@ def check_ours(path: str) -> None:
 def is_full(path: str) -> bool:
     """Whether no further line is added to a file.
 
-    Args:
-        path: The file.
-
     Raises:
         OSError: If it is not there.
     """
@@ -124,9 +118,6 @@ def is_full(path: str) -> bool:
 
 def read(path: str) -> tuple[list[dict[str, Any]], int]:
     """Reads the valid lines of a file, and counts the invalid ones.
-
-    Args:
-        path: The file.
 
     Returns:
         The valid lines, and the number of invalid lines.
@@ -184,11 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def reached(records: list[dict[str, Any]]) -> int:
-    """The last step of starts that did not end successfully.
-
-    Args:
-        records: The lines of a file.
-    """
+    """The last step of starts that did not end successfully."""
     steps = [0]
     for record in records:
         if record["what"] == ENDED and not record.get("code"):

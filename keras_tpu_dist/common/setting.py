@@ -12,10 +12,6 @@ T = TypeVar("T")
 def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
     """A context in which a context variable has a value, in this thread only.
 
-    Args:
-        variable: The variable.
-        value: Its value within.
-
     Yields:
         The value.
     """

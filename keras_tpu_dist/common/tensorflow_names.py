@@ -58,11 +58,7 @@ def of_argument(function: str, name: str) -> str | None:
 
 
 def of_value(value: Any) -> str | None:
-    """What to write instead of a TensorFlow object, or `None` if it is not one.
-
-    Args:
-        value: Anything.
-    """
+    """What to write instead of a TensorFlow object, or `None` if it is not one."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "tensorflow":
         return None
@@ -102,12 +98,7 @@ class TensorFlowNames:
 
 
 class Absent:
-    """A TensorFlow name with parts; using a part raises the error for that part.
-
-    Args:
-        name: The name, with its owner.
-        instead: What to write.
-    """
+    """A TensorFlow name with parts; using a part raises the error for that part."""
 
     def __init__(self, name: str, instead: str):
         self._name = name
@@ -138,10 +129,6 @@ class Absent:
 
 def absent(name: str, instead: str) -> Absent:
     """An object for a TensorFlow name that has parts or arguments with entries of their own.
-
-    Args:
-        name: The name, with its owner.
-        instead: What to write.
 
     Raises:
         AttributeError: If it has neither.

@@ -389,11 +389,7 @@ def _is_list(given: Any) -> bool:
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, ascending; `(1,)` for 1: 12 has `(2, 2, 3)`.
-
-    Args:
-        number: A positive integer.
-    """
+    """The prime factors of a number, ascending; `(1,)` for 1: 12 has `(2, 2, 3)`."""
     factors, divisor = [], 2
     while number > 1:
         while number % divisor == 0:

@@ -193,11 +193,7 @@ def calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Ca
 
 
 def published(topology: Topology) -> Topology:
-    """A slice whose chip has the rates of its specification, without measurements.
-
-    Args:
-        topology: The slice.
-    """
+    """A slice whose chip has the rates of its specification, without measurements."""
     return replace(topology, chip=CHIPS.get(topology.chip.name, topology.chip))
 
 

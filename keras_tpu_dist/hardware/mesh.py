@@ -123,9 +123,6 @@ def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> jax.sharding.Mesh:
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
     """The axes of a mesh that split the batch by default.
 
-    Args:
-        axis_names: The mesh's axes.
-
     Returns:
         The axes whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
     """
@@ -157,9 +154,6 @@ def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:
     """The warning if no axis splits the batch, unless you chose that.
-
-    Args:
-        axis_names: The mesh's axes.
 
     Returns:
         The warning, with a hint if just one name looks like a misspelt data axis.

@@ -45,11 +45,7 @@ def refused_options(
 
 
 def first_line(words: str) -> str:
-    """A compiler's message on one line, its beginning only.
-
-    Args:
-        words: The message.
-    """
+    """A compiler's message on one line, its beginning only."""
     line = " ".join(words.split())
     return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + " ..."
 

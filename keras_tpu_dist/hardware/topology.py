@@ -38,9 +38,6 @@ def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
 def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
     """One shape per number of chips: the most cubic one, sides ascending.
 
-    Args:
-        chip: The TPU generation.
-
     Returns:
         The shapes, smallest first, of the numbers of chips that are powers of two.
     """

@@ -156,9 +156,6 @@ class BatchPlacer:
     def place_many(self, batches: list) -> PlacedBatch | None:
         """Transfers several batches of one shape at once, for a launch of several steps.
 
-        Args:
-            batches: Host batches.
-
         Returns:
             The batches stacked along a new first dimension, with the slots of one of them; or
             `None` if they differ in structure or shape, or cannot be stacked.
@@ -227,11 +224,7 @@ class BatchPlacer:
         return outputs
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a host batch on one device.
-
-        Args:
-            batch: A structure of arrays.
-        """
+        """The bytes of a host batch on one device."""
         return sum(getattr(leaf, "nbytes", 0) for leaf in flatten(batch)[0]) / self.num_shards
 
     def axes(self, batch: Any) -> list[int | None]:
@@ -326,10 +319,6 @@ class BatchPlacer:
         """The dimension of an array that the sequence axis splits, or `None`.
 
         Sequences are `(batch, time, features)`, tokens and masks `(batch, time)`.
-
-        Args:
-            leaf: The array.
-            axis: Its batch dimension.
         """
         if self.sequence_axis is None or axis not in (0, 1) or isinstance(leaf, JAXSparse):
             return None

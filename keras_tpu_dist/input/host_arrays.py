@@ -15,20 +15,12 @@ ARRAYS = (np.ndarray, jax.Array, JAXSparse)
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of a batch as a NumPy or JAX array, dense or sparse.
-
-    Args:
-        leaf: The leaf.
-    """
+    """A leaf of a batch as a NumPy or JAX array, dense or sparse."""
     return leaf if isinstance(leaf, ARRAYS) else np.asarray(leaf)
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch, for sources that write the next batch into the same arrays.
-
-    Args:
-        batch: A structure of arrays.
-    """
+    """A copy of a batch, for sources that write the next batch into the same arrays."""
     leaves, treedef = flatten(batch)
     copies = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     return jax.tree.unflatten(treedef, copies)

@@ -73,9 +73,6 @@ class OwnInput:
     def of_call(self, batch: Any) -> ShardBatch:
         """This process's part of a single batch, as for `train_on_batch`.
 
-        Args:
-            batch: This process's rows.
-
         Raises:
             ValueError: On all processes, if their batches do not fit together.
         """

@@ -137,11 +137,7 @@ class Progress:
             self._states.append(state_of(self._batches))
 
     def follow(self, steps: int) -> None:
-        """Records the states that belong to batches that are handed out.
-
-        Args:
-            steps: The number of batches.
-        """
+        """Records the states that belong to batches that are handed out."""
         self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
         states = self._states or deque()
         for _ in range(min(steps, len(states))):
@@ -165,11 +161,7 @@ class Progress:
         return stands
 
     def has_epoch_of(self, position: InputPosition) -> None:
-        """Lets Keras's data adapter count epochs from those of a position.
-
-        Args:
-            position: The position.
-        """
+        """Lets Keras's data adapter count epochs from those of a position."""
         if position.now_epoch is not None and self._newest_epoch is not None:
             self._newest_epoch = position.now_epoch
             _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
@@ -197,11 +189,7 @@ class Progress:
 
 
 def is_position(data: Any) -> bool:
-    """Whether plain data, from any source, is a valid result of `InputPosition.to_dict`.
-
-    Args:
-        data: Any JSON value.
-    """
+    """Whether plain data, from any source, is a valid result of `InputPosition.to_dict`."""
     names = {field.name for field in fields(InputPosition)}
     epochs = {"start_epoch", "now_epoch"}
     if not isinstance(data, dict) or set(data) != names:
@@ -362,10 +350,6 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
 
     Call it before the epoch begins, because workers of a `PyDataset` draw its order then. Keras
     3.15 draws any other order with the first batch: see `DeviceIterator.begin_at`.
-
-    Args:
-        position: Where training stopped.
-        epoch: The epoch in which it resumes, from 0.
     """
     iterator: Any = _keras.epoch_iterator_of_fit()
     if iterator is None:
@@ -389,9 +373,6 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
 
 def state_of(batches: Any) -> Any:
     """The state of an iterator with `get_state()`, such as Grain's, as plain data.
-
-    Args:
-        batches: The iterator.
 
     Returns:
         The state, or `None` if it is neither bytes nor JSON.

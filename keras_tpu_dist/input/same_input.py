@@ -18,9 +18,6 @@ _NO_BATCH = "no batch"
 def compared(batches: Iterable) -> Iterator:
     """Batches that are the same in all processes; the first of them is compared.
 
-    Args:
-        batches: Host batches.
-
     Raises:
         ValueError: On all processes, if the first ones differ.
     """

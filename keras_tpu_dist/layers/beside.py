@@ -40,20 +40,12 @@ _VALUES, _FILES, _OTHERS = MARKS = "values/", "files/", "attributes/"
 
 
 def layers_with_more(model: Any) -> list:
-    """The layers that say themselves how they are saved or loaded, parents first.
-
-    Args:
-        model: A model, or a layer.
-    """
+    """The layers that say themselves how they are saved or loaded, parents first."""
     return [each for each in _keras.flatten_layers(model) if has_more(each)]
 
 
 def has_more(layer: Any) -> bool:
-    """Whether a layer says itself how it is saved or loaded.
-
-    Args:
-        layer: The layer.
-    """
+    """Whether a layer says itself how it is saved or loaded."""
     kind, stock = type(layer), keras.Layer
     if kind.save_own_variables in _OF_VARIABLES:
         return bool(_attributes_of_keras(layer))
@@ -65,11 +57,7 @@ def has_more(layer: Any) -> bool:
 
 
 def values_beside(layer: Any) -> dict[str, Any]:
-    """The arrays that a layer keeps beside its variables, by name; files as bytes.
-
-    Args:
-        layer: The layer.
-    """
+    """The arrays that a layer keeps beside its variables, by name; files as bytes."""
     found: dict[str, Any] = {}
     if type(layer).save_own_variables not in _OF_VARIABLES:
         for key, value in (_recorded(layer) or {}).items():
@@ -124,11 +112,7 @@ _ADAPTED = (
 
 
 def files_of(layer: Any) -> dict[str, bytes]:
-    """The files that a layer saves, by their paths in its folder.
-
-    Args:
-        layer: The layer.
-    """
+    """The files that a layer saves, by their paths in its folder."""
     if not hasattr(layer, "save_assets"):
         return {}
     with tempfile.TemporaryDirectory() as folder:

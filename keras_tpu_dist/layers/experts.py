@@ -24,9 +24,6 @@ _mark = _keras.LayerMark("_keras_tpu_dist_experts", saved=True)
 def route_experts(model: Any) -> list:
     """Makes the mixtures of experts in a model compute only the experts that tokens have chosen.
 
-    Args:
-        model: A built model.
-
     Returns:
         The changed layers. Layers whose call does not show the choice of `top_k` are not changed.
     """
@@ -46,11 +43,7 @@ def route_experts(model: Any) -> list:
 
 
 def is_routed(layer: Any) -> bool:
-    """Whether a layer computes only the experts that tokens have chosen.
-
-    Args:
-        layer: The layer.
-    """
+    """Whether a layer computes only the experts that tokens have chosen."""
     return bool(_mark.of(layer))
 
 

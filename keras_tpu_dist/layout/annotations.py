@@ -99,11 +99,7 @@ def replicate(layer: Any) -> Any:
 
 
 def annotation_of(layer: Any) -> Annotation | None:
-    """The annotation of a layer, or `None`.
-
-    Args:
-        layer: A layer or model.
-    """
+    """The annotation of a layer, or `None`."""
     return mark.of(layer)
 
 
@@ -129,9 +125,6 @@ class Annotated:
 
 def annotated(model: Any) -> Annotated:
     """Collects the annotations in a model.
-
-    Args:
-        model: A model, built or not.
 
     Returns:
         The annotations; inner layers take precedence over outer ones.

@@ -10,11 +10,7 @@ _RANK = 3
 
 
 def banks_of(layer: Any) -> list:
-    """The kernels of experts, if a layer has some: with three dimensions, the first one equal.
-
-    Args:
-        layer: A built layer.
-    """
+    """The kernels of experts, if a layer has some: with three dimensions, the first one equal."""
     weights = _keras.own_variables(layer)
     banks = [w for w in weights if w.trainable and len(w.shape) == _RANK]
     sizes = {w.shape[0] for w in banks}
@@ -23,12 +19,7 @@ def banks_of(layer: Any) -> list:
 
 
 def biases_of(layer: Any, banks: list) -> list:
-    """The biases of experts, `(experts, units)`; a router's kernel is none.
-
-    Args:
-        layer: A built layer.
-        banks: Its kernels of experts.
-    """
+    """The biases of experts, `(experts, units)`; a router's kernel is none."""
     units = {w.shape[2] for w in banks}
     return [
         w
@@ -39,11 +30,7 @@ def biases_of(layer: Any, banks: list) -> list:
 
 
 def tokens_are_sent_to(model: Any) -> frozenset[int]:
-    """The ids of experts' weights to which tokens come by expert, as in GShard's layers.
-
-    Args:
-        model: A built model.
-    """
+    """The ids of experts' weights to which tokens come by expert, as in GShard's layers."""
     found: set[int] = set()
     for layer in _keras.flatten_layers(model):
         banks = banks_of(layer)

@@ -230,12 +230,7 @@ class Flow:
         return tuple(sorted(w for w in found if self.elements(w) <= small))
 
     def makes_features(self, weight: int, dim: int) -> bool:
-        """Whether a dimension of a weight becomes features of a product with it.
-
-        Args:
-            weight: The number of the weight.
-            dim: Its dimension.
-        """
+        """Whether a dimension of a weight becomes features of a product with it."""
         node = self.weights[weight][dim]
         root = self._together(self.sizes[node])
         made = [p for p in self.products if weight in p.weights]
@@ -254,11 +249,7 @@ class Flow:
         return bool(made) and all(root[node] in map(root.__getitem__, p.shared) for p in made)
 
     def elements(self, weight: int) -> int:
-        """The number of elements of a weight.
-
-        Args:
-            weight: Its number.
-        """
+        """The number of elements of a weight."""
         return math.prod(self.sizes[node] for node in self.weights[weight])
 
     def routers(self) -> list[int]:
@@ -465,9 +456,6 @@ def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flo
 
 def traced_call(layer: Any) -> Any:
     """Traces the call of a layer by itself, for the shapes it was built for.
-
-    Args:
-        layer: A built layer or model.
 
     Returns:
         The program, a `ClosedJaxpr` of its variables, the trained ones first, and its inputs.

@@ -152,9 +152,6 @@ def _by_device(apart: Any, ways: int) -> Any:
 def scaled_kernels(layer: Any) -> list[list[Any]]:
     """Quantized kernels in a layer whose last dimension is that of their features.
 
-    Args:
-        layer: A built layer.
-
     Returns:
         For each the kernel, its scales, and its zero points if it has any.
     """

@@ -78,9 +78,6 @@ class Layouts:
     def planned(self, model: Any) -> Plan:
         """The layouts that the plan chooses for a model.
 
-        Args:
-            model: A built model.
-
         Raises:
             ValueError: If the layout is not a plan.
         """

@@ -22,11 +22,7 @@ _SAME = ("convert_element_type", "copy")
 
 
 def note_low_rank(model: Any) -> None:
-    """Wraps the calls of a model's layers that have LoRA.
-
-    Args:
-        model: A model.
-    """
+    """Wraps the calls of a model's layers that have LoRA."""
     for layer in _keras.flatten_layers(model):
         if getattr(layer, "lora_enabled", False):
             _keras.route_calls(type(layer), _keras.Wrapper.LOW_RANK, _around)

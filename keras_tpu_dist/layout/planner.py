@@ -400,21 +400,13 @@ def _ways(mesh, decision: Decision | None) -> int:
 
 
 def state_bytes(variable: Any) -> int:
-    """The bytes of a weight with a usual optimizer's slots and its gradient.
-
-    Args:
-        variable: The weight.
-    """
+    """The bytes of a weight with a usual optimizer's slots and its gradient."""
     copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
     return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize * copies
 
 
 def device_memory(mesh: Mesh) -> int:
-    """The memory that a device may use: the same in all processes, which must choose the same plan.
-
-    Args:
-        mesh: The mesh of the device.
-    """
+    """The memory that a device may use: the same in all processes, which must plan alike."""
     device = mesh.devices.flat[0]
     if (chip := of_kind(device.device_kind)) is not None:
         return chip.device_hbm_bytes

@@ -82,21 +82,13 @@ class Projection:
         return tuple(self.kernel.shape) != self.sizes
 
     def stored(self, dim: int) -> int | None:
-        """The dimension of the stored kernel that equal parts of a dimension cut, or `None`.
-
-        Args:
-            dim: The dimension.
-        """
+        """The dimension of the stored kernel that equal parts of a dimension cut, or `None`."""
         if not self.packed or dim == 0:
             return dim
         return 1 if math.prod(self.sizes[:dim]) == self.kernel.shape[0] else None
 
     def parts(self, dim: int) -> int:
-        """A number by whose divisors a dimension, and its bytes, can be cut.
-
-        Args:
-            dim: The dimension.
-        """
+        """A number by whose divisors a dimension, and its bytes, can be cut."""
         stored = self.stored(dim)
         return 1 if stored is None else math.gcd(self.sizes[dim], self.kernel.shape[stored])
 
@@ -116,11 +108,7 @@ class Projection:
         return tuple(found)
 
     def axes(self, stored: Axes) -> Axes:
-        """The layout of the kernel's dimensions.
-
-        Args:
-            stored: That of the stored kernel.
-        """
+        """The layout of the kernel's dimensions."""
         if not self.packed or not stored:
             return stored
         found, taken = [], set()
@@ -132,11 +120,7 @@ class Projection:
 
 
 def projection_of(layer: Any) -> Projection | None:
-    """Describes a layer as a projection, or returns `None`.
-
-    Args:
-        layer: A built layer.
-    """
+    """Describes a layer as a projection, or returns `None`."""
     kernel = _keras.stored_weight(layer, "kernel")
     bias = _keras.stored_weight(layer, "bias")
     if kernel is None:

@@ -95,11 +95,7 @@ class _Reader:
         self._first = _fed_by_inputs(model)
 
     def of(self, layer: Any) -> Iterator[Unpaired]:
-        """The weights of a layer without a pair.
-
-        Args:
-            layer: The layer.
-        """
+        """The weights of a layer without a pair."""
         projection = projection_of(layer)
         for weight in _keras.own_variables(layer):
             decision = self._by_plan(weight)

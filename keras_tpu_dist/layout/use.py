@@ -37,12 +37,7 @@ _gathered = _keras.Mark("_keras_tpu_dist_gathered")
 
 
 def note_uses(model: Any, placement: Placement) -> None:
-    """Marks a model's layers, so that their calls use weights in the layouts that they need.
-
-    Args:
-        model: A model.
-        placement: Its placement.
-    """
+    """Marks a model's layers, so that their calls use weights in the layouts that they need."""
     layers: set[str] = set()
     features: dict[str, tuple[int, ...]] = {}
     for variable in model.weights:

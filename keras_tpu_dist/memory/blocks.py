@@ -83,9 +83,6 @@ def blocks(model: Any) -> list[tuple[str, Any]]:
     first. If there are none, they are all composite layers; and in a model of plain layers, every
     layer with weights.
 
-    Args:
-        model: A built model.
-
     Example:
 
     >>> import keras

@@ -35,11 +35,7 @@ class Functions:
         self._open: list[int] = []
 
     def of(self, value: Any) -> Hashable:
-        """The key of a function, or of a value that it refers to.
-
-        Args:
-            value: The function or the value.
-        """
+        """The key of a function, or of a value that it refers to."""
         if id(value) in self._open:
             return "itself"
         self._open.append(id(value))
@@ -108,11 +104,7 @@ def value_of(array: Any) -> Hashable:
 
 
 def without_addresses(value: Any) -> str:
-    """The text of an object, without its address in memory.
-
-    Args:
-        value: The object.
-    """
+    """The text of an object, without its address in memory."""
     return _ADDRESS.sub("", repr(value))
 
 

@@ -63,10 +63,6 @@ def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     It is like `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, which does not keep
     convolutions. `dots_saveable` keeps them, but also the logits of attention, which are the
     largest arrays.
-
-    Args:
-        primitive: The operation.
-        **params: Its parameters.
     """
     if primitive.name == "conv_general_dilated":
         return True

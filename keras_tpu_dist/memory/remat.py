@@ -76,11 +76,7 @@ def remat(layer: Any, policy: Any = "full") -> Any:
 
 
 def policy_of(layer: Any) -> Policy | None:
-    """The policy that `remat` gave a layer, or `None`.
-
-    Args:
-        layer: A layer or model.
-    """
+    """The policy that `remat` gave a layer, or `None`."""
     return mark.of(layer)
 
 
@@ -105,9 +101,6 @@ class LayerPolicies:
 
     def choose(self, model: Any) -> None:
         """Chooses the policies for the layers of a model, before its step is traced.
-
-        Args:
-            model: A built model.
 
         Raises:
             ValueError: If it is a model to train, and a pattern matches no layer of it or of an

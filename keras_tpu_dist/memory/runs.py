@@ -26,9 +26,6 @@ _OWN = {"seed", "shared_object_id", "build_config", "registered_name"}
 def equal_layers(model: Any) -> dict[int, Hashable]:
     """The layers with weights that have an equal one beside them, only the outermost.
 
-    Args:
-        model: A built model.
-
     Returns:
         From the `id` of a layer to a key that equal layers share.
 
@@ -53,11 +50,7 @@ def equal_layers(model: Any) -> dict[int, Hashable]:
 
 
 def what_counts(layer: Any) -> Hashable:
-    """The key that a layer shares with equal layers.
-
-    Args:
-        layer: A built layer.
-    """
+    """The key that a layer shares with equal layers."""
     weights = tuple((tuple(v.shape), str(v.dtype), v.trainable, _spec(v)) for v in layer.variables)
     return type(layer), config_of(layer), weights
 
@@ -70,9 +63,6 @@ def config_of(layer: Any) -> str:
     """A layer's config without names; empty if it has none.
 
     The programs of the layers are compared as well.
-
-    Args:
-        layer: The layer.
     """
     try:
         config = layer.get_config()
@@ -194,11 +184,7 @@ class Tracing:
         return call.finish(results)
 
     def layer_of(self, equation: Any) -> Any:
-        """The layer that an equation is the call of, or `None`.
-
-        Args:
-            equation: An equation of the program.
-        """
+        """The layer that an equation is the call of, or `None`."""
         if not is_block(equation):
             return None
         return self.layers[int(equation.params["name"].removeprefix(_NAME))]
@@ -222,11 +208,7 @@ _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("traci
 
 
 def tracing(notes: Tracing) -> contextlib.AbstractContextManager[Tracing]:
-    """A context in which calls of layers are recorded.
-
-    Args:
-        notes: The record.
-    """
+    """A context in which calls of layers are recorded."""
     return setting(_tracing, notes)
 
 

@@ -129,11 +129,7 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
 
 
 def is_scanned(model: Any) -> bool:
-    """Whether `scan_blocks` is on for a model.
-
-    Args:
-        model: A model.
-    """
+    """Whether `scan_blocks` is on for a model."""
     return bool(mark.of(model))
 
 

@@ -148,12 +148,7 @@ def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
 
 
 def layout_of(block: Block, position: int) -> Any:
-    """The layout of the variable at an input, or `None`.
-
-    Args:
-        block: The block.
-        position: The position of the input.
-    """
+    """The layout of the variable at an input, or `None`."""
     if position < block.arguments or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     layout = _keras.variable_layout(block.variables[position - block.arguments])

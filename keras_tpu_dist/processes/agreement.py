@@ -87,9 +87,6 @@ def files_of_one(callbacks: Iterable) -> Iterator[None]:
     All processes run all callbacks, because reading a weight may need all of them. The others write
     into a temporary directory, which is deleted.
 
-    Args:
-        callbacks: The callbacks of the call.
-
     Raises:
         NotImplementedError: On all processes, for a backup.
     """
@@ -122,9 +119,6 @@ def _check_no_backup(callback: Any) -> None:
 
 def compare_changes(model: Any) -> None:
     """Raises if processes assigned different values to a model's variables since the last check.
-
-    Args:
-        model: The model.
 
     Raises:
         PeerError: If not all processes call it.

@@ -20,11 +20,7 @@ _SAMPLE = 4096
 
 
 def checksum(array: Any) -> int:
-    """A number that differs if the first elements of two host arrays do.
-
-    Args:
-        array: The array.
-    """
+    """A number that differs if the first elements of two host arrays do."""
     first = np.asarray(array).ravel()[:_SAMPLE]
     return zlib.crc32(np.ascontiguousarray(first).tobytes())
 
@@ -51,9 +47,6 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
 def whole(array: jax.Array) -> np.ndarray:
     """An array's values, even if parts of it are on the devices of other processes.
 
-    Args:
-        array: The array.
-
     Raises:
         PeerError: If not all processes read it.
     """
@@ -71,9 +64,6 @@ def on_every_host(arrays: Any) -> Any:
     """Gathers arrays with a part on other hosts; others are returned unchanged.
 
     All processes must call it at the same place in the same code; there is no check.
-
-    Args:
-        arrays: A structure of arrays.
     """
 
     def gathered(array: Any) -> Any:

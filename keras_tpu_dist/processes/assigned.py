@@ -30,20 +30,12 @@ def note(variable: Any) -> None:
 
 
 def times_of(variables: Sequence[Any]) -> list[int]:
-    """How often every variable was assigned since the processes compared them.
-
-    Args:
-        variables: The variables.
-    """
+    """How often every variable was assigned since the processes compared them."""
     return [_count.of(variable, 0) for variable in variables]
 
 
 def forget(variables: Sequence[Any]) -> None:
-    """Resets the counts: the variables are now equal in all processes.
-
-    Args:
-        variables: The variables.
-    """
+    """Resets the counts: the variables are now equal in all processes."""
     for variable in variables:
         if _count.of(variable, 0):
             _count.write(variable, 0)
@@ -94,11 +86,7 @@ def parts_differ(answers: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def sampled_bytes(array: Any) -> bytes:
-    """The bytes of a host array; for a large one, those of elements spread evenly over it.
-
-    Args:
-        array: The array.
-    """
+    """The bytes of a host array; for a large one, those of elements spread evenly over it."""
     flat = np.asarray(array).ravel()
     return flat[:: max(1, flat.size // _MOST_ELEMENTS)].tobytes()
 

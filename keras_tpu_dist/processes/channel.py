@@ -106,10 +106,6 @@ class Channel:
         """Like `read`, but a malformed entry counts as missing and is logged once.
 
         The watch uses it: a stranger's entry must not end a run.
-
-        Args:
-            topic: A name.
-            form: The form of the entries.
         """
         found = {}
         for i, text in self._texts(topic).items():
@@ -185,11 +181,7 @@ class Channel:
             raise
 
     def forget(self, topic: str) -> None:
-        """Deletes the entries of all processes.
-
-        Args:
-            topic: A name.
-        """
+        """Deletes the entries of all processes."""
         self._client.key_value_delete(f"{_PREFIX}/{topic}")
 
     @property
@@ -381,11 +373,7 @@ class _Wait:
         self._longest_s = max(_LONGEST_WAIT_S, longer_s)
 
     def reason(self, missing: list[int]) -> Absence | None:
-        """The reason why processes that are still missing will not come, or `None`.
-
-        Args:
-            missing: The processes.
-        """
+        """The reason why processes that are still missing will not come, or `None`."""
         # The reason was computed before the last look, so that no missing process can have come and
         # ended between the two.
         if self._why is not None and missing == self._asked:

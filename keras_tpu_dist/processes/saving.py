@@ -87,11 +87,7 @@ def _assigned(stock, variable: Any, value: Any) -> None:
 
 
 def print_in_one_process(process_id: int) -> None:
-    """Leaves Keras's progress bars and messages to process 0.
-
-    Args:
-        process_id: This process.
-    """
+    """Leaves Keras's progress bars and messages to process 0."""
     if process_id:
         keras.config.disable_interactive_logging()
 

@@ -171,11 +171,7 @@ class Watch:
         return Absence(STUCK, f"still {waiting[0]} after {self._peer_timeout_s:g} s")
 
     def failed(self, error: str) -> None:
-        """Writes for the others that this process ends by an error, and ends it.
-
-        Args:
-            error: The error's text.
-        """
+        """Writes for the others that this process ends by an error, and ends it."""
         self._end_watch()
         self._write_end(Absence(FAILED, f"failed {self._where} with {error[:_MOST_WORDS]}"))
         self._wait_for_readers(self._num_processes - 1)

@@ -49,11 +49,7 @@ class Called:
 
 
 def calls(equation: Any) -> list[Called]:
-    """The programs that an equation calls, all of one kind but for the condition of a `while`.
-
-    Args:
-        equation: The equation.
-    """
+    """The programs that an equation calls, all of one kind but for the condition of a `while`."""
     name = equation.primitive.name
     if name in _OF_NUMBERS:
         return []
@@ -67,9 +63,6 @@ def program_of(equation: Any) -> Called | None:
     Such a program can be read, and edited, in the place of the equation: the one list of what a
     call is. A program with rules of its own, for gradients or batches, cannot: JAX names these
     calls `custom_...`. Nor can one for a device of several.
-
-    Args:
-        equation: The equation.
     """
     name = equation.primitive.name
     found = calls(equation)
@@ -81,11 +74,7 @@ def program_of(equation: Any) -> Called | None:
 
 
 def is_recomputed(equation: Any) -> bool:
-    """Whether an equation is a call of `jax.checkpoint`.
-
-    Args:
-        equation: The equation.
-    """
+    """Whether an equation is a call of `jax.checkpoint`."""
     return "prevent_cse" in equation.params
 
 

@@ -53,9 +53,6 @@ class Dimensions:
 def dimensions(equation: Any) -> Dimensions | None:
     """What becomes of the dimensions of an equation's operands.
 
-    Args:
-        equation: The equation.
-
     Returns:
         Its dimensions, or `None` if the primitive is not in the table: nothing is known then, or,
         of one that calls a program, what `calls` says.
@@ -66,10 +63,6 @@ def dimensions(equation: Any) -> Dimensions | None:
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
     """The dimensions that a reshape joins, splits or leaves, the fewest at a time.
-
-    Args:
-        before: The shape before.
-        after: The shape after.
 
     Yields:
         Dimensions before, and those of the same product after. Of size one, the last may be left

@@ -8,20 +8,12 @@ from jax.extend import core
 
 
 def opened(jaxpr: Any) -> Any:
-    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two.
-
-    Args:
-        jaxpr: Either of the two.
-    """
+    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a program.
-
-    Args:
-        value: The value of the parameter.
-    """
+    """Whether a parameter of an equation is a program."""
     return isinstance(value, (core.ClosedJaxpr, core.Jaxpr))
 
 
@@ -90,11 +82,7 @@ def manual_axes(equation: Any) -> frozenset[str]:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs that an equation calls.
-
-    Args:
-        equation: The equation.
-    """
+    """The programs that an equation calls."""
     for value in equation.params.values():
         if isinstance(value, (tuple, list)):
             yield from (entry for entry in value if is_jaxpr(entry))

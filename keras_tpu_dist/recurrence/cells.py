@@ -292,12 +292,7 @@ class OneProduct:
         return projected + product(previous[0], recurrent)
 
     def after(self, inputs, state) -> Any:
-        """The states after a step.
-
-        Args:
-            inputs: The activations' inputs.
-            state: The states before it.
-        """
+        """The states after a step."""
         raise NotImplementedError
 
     def joined(self, weights) -> Any:

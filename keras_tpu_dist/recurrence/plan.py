@@ -222,12 +222,7 @@ def _cuts(rows: int, cores: int) -> Iterator[int]:
 
 
 def unfit(cell: Cell, units: int) -> str | None:
-    """The reason why a recurrence cannot be a kernel, whatever the memory; None if it can.
-
-    Args:
-        cell: The recurrence.
-        units: Size of the state.
-    """
+    """The reason why a recurrence cannot be a kernel, whatever the memory; None if it can."""
     functions = {cell.activation, getattr(cell, "recurrent_activation", cell.activation)}
     other = [f.name for f in functions if f not in BUILT_IN.values()]
     if other:

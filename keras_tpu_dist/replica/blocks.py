@@ -13,11 +13,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 
 def own_replicas(strategy: Strategy) -> tuple[int, ...]:
-    """The numbers of the replicas that have a device in this process, in their order.
-
-    Args:
-        strategy: The strategy.
-    """
+    """The numbers of the replicas that have a device in this process, in their order."""
     return tuple(sorted(set(strategy.placer.own_parts.values())))
 
 

@@ -165,11 +165,7 @@ def _of_step(leaf: Leaf, number: int) -> Leaf:
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value is a key of `jax.random`, or an array of keys, with a key dtype.
-
-    Args:
-        value: Anything.
-    """
+    """Whether a value is a key of `jax.random`, or an array of keys, with a key dtype."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 

@@ -296,11 +296,7 @@ class DistributedDataset(TensorFlowNames):
 
 
 class DistributedIterator(TensorFlowNames):
-    """One iteration over a distributed dataset, of which `strategy.run` takes several steps.
-
-    Args:
-        dataset: The dataset.
-    """
+    """One iteration over a distributed dataset, of which `strategy.run` takes several steps."""
 
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
@@ -611,9 +607,6 @@ def reads_once(dataset: Any) -> bool:
     """Whether a dataset is a generator or another of Python's own iterators: they never begin anew.
 
     An `__iter__` in Python may let an iterator begin again.
-
-    Args:
-        dataset: An iterable of batches.
     """
     return isinstance(dataset, Iterator) and not inspect.isfunction(type(dataset).__iter__)
 

@@ -163,11 +163,7 @@ def check_steps(where: str, outputs: str, **steps: int) -> None:
 
 
 def alike_under(options: RunOptions | None) -> bool:
-    """Whether batches are launched together; not if they are padded to different buckets.
-
-    Args:
-        options: The options of the run.
-    """
+    """Whether batches are launched together; not if they are padded to different buckets."""
     return options is None or options.buckets is None
 
 

@@ -13,11 +13,7 @@ from keras_tpu_dist.replica.call import Leaf
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array or number.
-
-    Args:
-        leaf: The array or number.
-    """
+    """The shape and dtype of an array or number."""
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
     # JAX 0.11 and newer warn if a 64-bit dtype becomes a 32-bit one.
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))

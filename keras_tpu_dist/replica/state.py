@@ -133,12 +133,7 @@ class Recorder(keras.StatelessScope):
         self._values[id(variable)] = jnp.asarray(value, _own_dtype(variable))
 
     def combined(self, variable: Any, value: Any) -> Any:
-        """The value of a variable after all replicas have assigned theirs.
-
-        Args:
-            variable: The variable.
-            value: This replica's.
-        """
+        """The value of a variable after all replicas have assigned theirs."""
         how = variable.aggregation
         if is_own(variable):
             return value
@@ -183,11 +178,7 @@ def is_own(variable: Any) -> bool:
 
 
 def apart(variables: Iterable[Any]) -> tuple[list, list]:
-    """Divides variables into shared ones, and those with separate values on the replicas.
-
-    Args:
-        variables: The variables.
-    """
+    """Divides variables into shared ones, and those with separate values on the replicas."""
     shared, own = [], []
     for variable in variables:
         (own if is_own(variable) else shared).append(variable)
@@ -261,10 +252,6 @@ def copies_of(variables: list, strategy: Strategy) -> list[jax.Array]:
     They are those of the last run, unless the variable was assigned since. In that case, as in
     `tf.distribute`, a `"sum"` is divided evenly (an integer goes to the first replica) and any
     other value is copied to every replica.
-
-    Args:
-        variables: The variables.
-        strategy: The strategy.
     """
     sharding, found = strategy.placer.by_replica, []
     for variable, value in zip(variables, _keras.full_values(variables), strict=True):

@@ -177,12 +177,7 @@ class PerReplica(TensorFlowNames):
 
 
 def check_owner(value: PerReplica, strategy: Strategy) -> None:
-    """Raises a `ValueError` if a value belongs to another strategy.
-
-    Args:
-        value: The value.
-        strategy: The strategy that is to use it.
-    """
+    """Raises a `ValueError` if a value belongs to another strategy."""
     if value.strategy is not strategy:
         raise value_error(
             "Only the strategy that created a per-replica value can use it.",
@@ -275,20 +270,11 @@ class HostParts:
         return shapes, self.axis, self.sizes, self.stacked
 
     def placed(self, strategy: Strategy) -> PerReplica:
-        """The value on the mesh.
-
-        Args:
-            strategy: The strategy.
-        """
+        """The value on the mesh."""
         return self.value(from_blocks(self.blocks, self.axis, strategy), strategy)
 
     def value(self, array: Any, strategy: Strategy) -> PerReplica:
-        """The per-replica value for an array on the mesh.
-
-        Args:
-            array: The array.
-            strategy: The strategy.
-        """
+        """The per-replica value for an array on the mesh."""
         return PerReplica(array, strategy, axis=self.axis, stacked=self.stacked, sizes=self.sizes)
 
 

@@ -36,11 +36,7 @@ class Point:
 
 
 def colours_of(points: Sequence[Point]) -> dict[str, str]:
-    """The colours of the groups.
-
-    Args:
-        points: The points.
-    """
+    """The colours of the groups."""
     groups = dict.fromkeys(point.group for point in points)
     return {group: distinct(n) for n, group in enumerate(groups)}
 

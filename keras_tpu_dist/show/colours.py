@@ -68,9 +68,6 @@ def axis_colour(axes: Iterable[str], names: Sequence[str]) -> str:
 def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
     """A legend for the colours of axes.
 
-    Args:
-        mesh: Axis names and sizes.
-
     Returns:
         Colours with their words: the axes, one entry for all axes without a colour of their own,
         and one for replicated arrays.
@@ -82,11 +79,7 @@ def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def distinct(number: int) -> str:
-    """The colour of an item that a picture distinguishes from others.
-
-    Args:
-        number: Its number, from 0.
-    """
+    """The colour of an item that a picture distinguishes from others."""
     return DISTINCT[number % len(DISTINCT)]
 
 

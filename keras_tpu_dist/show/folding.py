@@ -164,9 +164,6 @@ def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
 def kind_of(name: str) -> str:
     """A path with `#` for the numbers, and for numbers with a letter, that distinguish layers.
 
-    Args:
-        name: The path.
-
     Example:
 
     >>> kind_of("block2a_conv/kernel"), kind_of("dense_12/bias")
@@ -177,9 +174,6 @@ def kind_of(name: str) -> str:
 
 def pattern_of(paths: Iterable[str]) -> str:
     """A pattern that paths match, with `*` for numbers, layers or names that differ.
-
-    Args:
-        paths: The paths, at least one.
 
     Example:
 
@@ -430,9 +424,6 @@ def children_of(
 
 def unnumbered(text: str) -> str:
     """A path or a sentence without the numbers that distinguish equal layers.
-
-    Args:
-        text: The text.
 
     Example:
 

@@ -255,11 +255,7 @@ def definitions(words: Iterable[tuple[str, str]]) -> str:
 
 
 def code(line: str) -> str:
-    """A line to copy.
-
-    Args:
-        line: The line, as plain text.
-    """
+    """A line to copy."""
     return f"<pre>{html.escape(line)}</pre>"
 
 
@@ -294,9 +290,6 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
 def file_of(path: str | os.PathLike) -> Path:
     """The file for a page, a picture or a model, checked.
-
-    Args:
-        path: The user's path.
 
     Raises:
         ValueError: If its folder is missing, or it is a folder itself.

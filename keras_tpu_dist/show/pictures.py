@@ -463,11 +463,6 @@ def picture_of_mesh(mesh: Mesh) -> MeshPicture:
 def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) -> TensorPicture:
     """Draws the slices of a tensor, and the devices that hold them.
 
-    Args:
-        name: The tensor's name.
-        shape: Its shape, of any rank.
-        sharding: Its layout.
-
     Returns:
         The picture.
 

@@ -64,15 +64,7 @@ def svg_box(
 def svg_line(
     start: tuple[float, float], end: tuple[float, float], colour: str, width: float, more: str = ""
 ) -> str:
-    """A straight line in an SVG.
-
-    Args:
-        start: Its start, in pixels.
-        end: Its end, in pixels.
-        colour: Its colour.
-        width: Its width, in pixels.
-        more: Further SVG attributes.
-    """
+    """A straight line in an SVG."""
     (x1, y1), (x2, y2) = start, end
     place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     return f'<line {place} stroke="{colour}" stroke-width="{width:.1f}"{more}/>'

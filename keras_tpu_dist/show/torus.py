@@ -51,11 +51,7 @@ def torus_svg(
 
 
 def shown_sides(sides: Place) -> Place:
-    """The sides of the drawn part of a torus.
-
-    Args:
-        sides: Chips along x, y and z.
-    """
+    """The sides of the drawn part of a torus."""
     shown = list(sides)
     while math.prod(shown) > MOST_CHIPS:
         longest = shown.index(max(shown))

@@ -111,11 +111,7 @@ class AutoSteps:
                     model.steps_per_execution = "auto"
 
     def of(self, model: Any) -> int | None:
-        """The steps in a launch of a model, or `None` if the user has set them.
-
-        Args:
-            model: The model.
-        """
+        """The steps in a launch of a model, or `None` if the user has set them."""
         return self._steps if self._model is model else None
 
     def choose(self, epoch_iterator: Any) -> None:

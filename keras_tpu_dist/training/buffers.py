@@ -118,11 +118,7 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
 
 
 def copies_apart(arrays: list) -> list:
-    """Copies of arrays, with the same layouts.
-
-    Args:
-        arrays: The arrays.
-    """
+    """Copies of arrays, with the same layouts."""
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
     # A `device_put` of an array that spans processes may be a collective, which others do not join.

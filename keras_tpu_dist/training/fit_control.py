@@ -62,11 +62,7 @@ class FitControl:
         return bool(self.on_launch) or phases.has_step_listener()
 
     def counts_from(self, step: int) -> None:
-        """Records the number of train steps in the model's life, before the first launch.
-
-        Args:
-            step: The number.
-        """
+        """Records the number of train steps in the model's life, before the first launch."""
         self.step = step
         phases.at_step(step)
 
@@ -92,11 +88,7 @@ class FitControl:
         self._drawn_with = random_numbers() if ahead else None
 
     def reads(self, iterator: DeviceIterator) -> None:
-        """Records the input of the next launch, and moves it to where training resumes.
-
-        Args:
-            iterator: The input.
-        """
+        """Records the input of the next launch, and moves it to where training resumes."""
         self.input = iterator
         if self.after_launch is not None:
             iterator.progress.keep_states()

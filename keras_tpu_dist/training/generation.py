@@ -29,11 +29,7 @@ class Generation:
         self._variables = _state_variables(model)
 
     def serves(self, strategy: Strategy) -> bool:
-        """Whether it was created for this strategy and for the model's current variables.
-
-        Args:
-            strategy: The model's strategy.
-        """
+        """Whether it was created for this strategy and for the model's current variables."""
         now = _state_variables(self._model)
         return strategy is self._strategy and all(
             len(group) == len(known) and all(a is b for a, b in zip(group, known, strict=True))

@@ -108,11 +108,7 @@ _alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 
 
 def exists(strategy: Strategy) -> None:
-    """Records a new strategy whose devices are attached.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Records a new strategy whose devices are attached."""
     if strategy.mesh.size > 1:
         _alive.add(strategy)
 
@@ -174,11 +170,7 @@ class DescribedScope(Scope):
 
 
 def created(model: Any) -> None:
-    """Records that a model was created or compiled under the current strategy.
-
-    Args:
-        model: The model, built or not.
-    """
+    """Records that a model was created or compiled under the current strategy."""
     strategy = _keras.active_strategy()
     if strategy is not None:
         _join(model, strategy)
@@ -282,9 +274,6 @@ def why_not_trained(model: Any, strategy: Strategy) -> str:
 def of_model(model: Any) -> Membership | None:
     """The membership of a model.
 
-    Args:
-        model: A model.
-
     Returns:
         Its membership, or `None` if it was never created, compiled or run under a strategy.
     """
@@ -303,9 +292,6 @@ def is_local(model: Any) -> bool:
 
 def fit_in_training(model: Any) -> FitControl | None:
     """The fit of a model that trains under a strategy now, for callbacks.
-
-    Args:
-        model: The callback's model.
 
     Returns:
         The controls of the fit, or `None` if no strategy is active or the model does not train.
@@ -477,12 +463,7 @@ def adopt_all(strategy: Strategy) -> None:
 
 
 def layers_with(variables: list, strategy: Strategy) -> list:
-    """The layers of a strategy's models that have some of the variables.
-
-    Args:
-        variables: The variables.
-        strategy: The strategy.
-    """
+    """The layers of a strategy's models that have some of the variables."""
     wanted = {id(v) for v in variables}
     models = _models_of(strategy)
     layers = {id(layer): layer for m in models for layer in _keras.flatten_layers(m)}
@@ -510,11 +491,7 @@ class _Constants:
     version = 0
 
     def changed(self, models: Iterable[Any]) -> None:
-        """Makes models trace anew, and all functions of `strategy.run`, which may use any layer.
-
-        Args:
-            models: The models with the layers.
-        """
+        """Makes models trace anew, and all functions of `strategy.run`, which may use any layer."""
         self.version += 1
         for model in models:
             if hasattr(model, "train_function"):

@@ -16,12 +16,7 @@ MANIFEST = "profile.json"
 
 
 class Trace:
-    """A trace that runs.
-
-    Args:
-        folder: Where it is written.
-        first: The first step of it.
-    """
+    """A trace that runs."""
 
     def __init__(self, folder: Path, first: int):
         self.folder, self.first = folder, first

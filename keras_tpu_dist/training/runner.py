@@ -212,29 +212,18 @@ class Runner:
 
         What they call in other threads need not wait for the first launch, which a custom train
         function never announces.
-
-        Args:
-            model: The model that trains.
         """
         member = membership.of_model(model)
         if member is not None and member.turns.here:
             member.turns.ready(_keras.state_variables(model))
 
     def control(self, model: Any) -> FitControl | None:
-        """The controls of a model's fit, for callbacks.
-
-        Args:
-            model: The model that trains.
-        """
+        """The controls of a model's fit, for callbacks."""
         member = membership.of_model(model)
         return None if member is None else member.fit
 
     def begins_again(self, model: Any) -> bool:
-        """Whether the train launch that starts now ran before training was interrupted.
-
-        Args:
-            model: The model that trains.
-        """
+        """Whether the train launch that starts now ran before training was interrupted."""
         call = running_call()
         left = 0 if call is None else call.member.fit.batches_to_skip
         return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)

@@ -44,11 +44,7 @@ def running_call() -> RunningCall | None:
 
 
 def as_running(call: RunningCall) -> contextlib.AbstractContextManager[RunningCall]:
-    """A context in which a call runs in this thread.
-
-    Args:
-        call: The call.
-    """
+    """A context in which a call runs in this thread."""
     return setting(_running, call)
 
 

@@ -217,11 +217,7 @@ _creating = threading.Lock()
 
 
 def turns_of(model: Any) -> Turns:
-    """The turns of a model; always the same object.
-
-    Args:
-        model: The model.
-    """
+    """The turns of a model; always the same object."""
     with _creating:
         return _turns.setdefault(model, Turns())
 
@@ -231,9 +227,6 @@ def consistent_values(variables: list) -> Iterator[None]:
     """A context in which variables have the values of one step, those of its beginning.
 
     What is assigned within is discarded at its end.
-
-    Args:
-        variables: The variables.
     """
     owners = {id(owner): owner for v in variables if (owner := _keras.owner_of(v)) is not None}
     with contextlib.ExitStack() as held:
@@ -250,10 +243,6 @@ def read_together(variables: list, read: Callable[[], Any]) -> Any:
 
     It sees the values of one step, even if another thread trains some of the variables, or begins
     to while it reads.
-
-    Args:
-        variables: The variables.
-        read: The function.
     """
     owners = (_keras.owner_of(v) for v in variables)
     if not any(owner is not None and owner.elsewhere for owner in owners):
@@ -269,9 +258,6 @@ def read_together(variables: list, read: Callable[[], Any]) -> Any:
 @contextlib.contextmanager
 def compiling(model: Any) -> Iterator[None]:
     """The context in which a model is compiled.
-
-    Args:
-        model: The model.
 
     Raises:
         RuntimeError: If another thread trains it.

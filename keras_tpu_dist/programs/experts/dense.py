@@ -97,11 +97,7 @@ class ChosenSum:
 
 
 def chosen_sums(graph: Graph) -> list[ChosenSum]:
-    """The sums over experts of a program in which only the chosen ones count.
-
-    Args:
-        graph: The program.
-    """
+    """The sums over experts of a program in which only the chosen ones count."""
     found = []
     for operation in graph.operations:
         for value, axis in _summed(operation):

@@ -190,11 +190,7 @@ class _Exchange:
         return False
 
     def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
-        """Computes the program's outputs.
-
-        Args:
-            inputs: Arrays.
-        """
+        """Computes the program's outputs."""
         return self._graph.evaluate(inputs, {}, self._run)
 
     def is_shorter(self) -> bool:

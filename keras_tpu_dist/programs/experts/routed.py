@@ -33,11 +33,7 @@ class Where:
     experts: tuple[str, ...] = ()
 
     def size(self, axes: Sequence[str]) -> int:
-        """The number of shards over some axes.
-
-        Args:
-            axes: Names of mesh axes.
-        """
+        """The number of shards over some axes."""
         return 1 if self.mesh is None else axis_size(self.mesh, tuple(axes))
 
 

@@ -74,11 +74,7 @@ class RowsExchanged(Exception):
 
 
 def choosing_axes(jaxpr: Any) -> frozenset[str]:
-    """The axes that choose the branches of a program, empty if it has none.
-
-    Args:
-        jaxpr: The program.
-    """
+    """The axes that choose the branches of a program, empty if it has none."""
     axes: set[str] = set()
 
     def look(equation: Any) -> bool:

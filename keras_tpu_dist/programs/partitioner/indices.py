@@ -43,9 +43,6 @@ def narrow(index: Any) -> bool:
     """Whether an index has too few bits for XLA, which adds and subtracts positions in its dtype.
 
     Scatters and slices by such indices are also repaired for this.
-
-    Args:
-        index: A value of a program.
     """
     return index.aval.dtype.itemsize < 4
 

@@ -12,12 +12,7 @@ PRIMITIVES = ("reduce", *_BITWISE)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether XLA computes a reduction wrongly, or not at all, along a split dimension.
-
-    Args:
-        equation: The reduction.
-        mesh: The mesh.
-    """
+    """Whether XLA computes a reduction wrongly, or not at all, along a split dimension."""
     if equation.primitive.name not in _BITWISE:
         return True
     # Client for CPUs: all-reduces of truth values are a minimum and a maximum, others are missing.

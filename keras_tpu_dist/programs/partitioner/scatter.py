@@ -15,12 +15,7 @@ PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-m
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether rows of a scatter can be split unevenly over a mesh, or indices are narrow.
-
-    Args:
-        equation: The scatter.
-        mesh: The mesh.
-    """
+    """Whether rows of a scatter can be split unevenly over a mesh, or indices are narrow."""
     rows = equation.invars[1].aval.shape[:-1]
     return any(size % mesh.size for size in rows) or narrow(equation.invars[1])
 

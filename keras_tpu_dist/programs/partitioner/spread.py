@@ -25,11 +25,7 @@ Axes = Sequence[Iterable[str]]
 
 
 class Classes:
-    """Classes of dimensions of a program's values, and the mesh axes of every class.
-
-    Args:
-        mesh: The mesh.
-    """
+    """Classes of dimensions of a program's values, and the mesh axes of every class."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

@@ -167,11 +167,7 @@ FAULTS = (
 
 
 def by_operation(faults: tuple[Fault, ...]) -> dict[str, tuple[Fault, ...]]:
-    """The faults of every operation.
-
-    Args:
-        faults: The faults.
-    """
+    """The faults of every operation."""
     return {
         operation: tuple(fault for fault in faults if operation in fault.operations)
         for each in faults

@@ -160,11 +160,7 @@ class Lookups:
         return self.capacity < self.count
 
     def ids(self, ids: Any) -> Any:
-        """The ids that a device looks up, as a vector.
-
-        Args:
-            ids: Its own ids.
-        """
+        """The ids that a device looks up, as a vector."""
         ids, traded = ids.ravel(), self.split.traded
         return lax.all_gather(ids, traded, tiled=True) if traded else ids
 
@@ -182,11 +178,7 @@ class Lookups:
         return jnp.where(valid, owner, ways), jnp.where(valid, local, split.rows_each)
 
     def sorted(self, ids: Any) -> Sorted:
-        """Sorts the ids of a device by owner.
-
-        Args:
-            ids: The ids, a vector.
-        """
+        """Sorts the ids of a device by owner."""
         owner, local = self._owned(ids)
         hashed, places = local.astype("uint32") * _MULTIPLIER, jnp.arange(ids.size, dtype="int32")
         owner, hashed, order, local = lax.sort((owner, hashed, places, local), num_keys=2)
@@ -258,11 +250,7 @@ class Lookups:
         return lax.all_to_all(array, axes, 0, 0, tiled=True).reshape(shape)
 
     def route(self, ids: Any) -> Route:
-        """The route of a device's ids if one round is enough.
-
-        Args:
-            ids: The ids, a vector.
-        """
+        """The route of a device's ids if one round is enough."""
         if not self.split.exchanged:
             _, own = self._owned(ids)
             zero = jnp.zeros((), "int32")
@@ -361,13 +349,7 @@ class Lookups:
         return own, gradients
 
     def dense(self, ids: Any, route: Route, gradients: Any) -> Any:
-        """The gradient of the device's part of the table.
-
-        Args:
-            ids: Its ids.
-            route: Their route.
-            gradients: A row for each of them.
-        """
+        """The gradient of the device's part of the table."""
         gradients, ids = self.columns(gradients), self.ids(ids)
         shape = (self.split.rows_each, gradients.shape[1])
 
@@ -392,12 +374,7 @@ def _round_of(hashes: Any, level: Any) -> Any:
 
 
 def rows_at(array: Any, rows: Any) -> Any:
-    """Some rows of an array; zeros for those beyond its end.
-
-    Args:
-        array: The array.
-        rows: Their numbers.
-    """
+    """Some rows of an array; zeros for those beyond its end."""
     return array.at[rows].get(mode="fill", fill_value=0)
 
 

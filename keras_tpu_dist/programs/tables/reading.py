@@ -191,11 +191,7 @@ def _adds_rows(scatter: Equation) -> bool:
 
 
 def number_of(atom: Atom) -> Atom:
-    """The scalar that an array is filled with, or the array itself.
-
-    Args:
-        atom: The array.
-    """
+    """The scalar that an array is filled with, or the array itself."""
     operation = atom.operation
     if operation is None or operation.name != "broadcast_in_dim":
         return atom
@@ -203,12 +199,7 @@ def number_of(atom: Atom) -> Atom:
 
 
 def is_number(atom: Atom, number: float) -> bool:
-    """Whether all elements of an array are one known number.
-
-    Args:
-        atom: The array.
-        number: The number.
-    """
+    """Whether all elements of an array are one known number."""
     value = _known(atom)
     return value is not None and value == number
 

@@ -84,12 +84,7 @@ def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Seque
 
 
 def described(model: Any, strategy: Any) -> dict[str, str]:
-    """Whether the tables of a model are used by rows, as far as known: from path to words.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-    """
+    """Whether the tables of a model are used by rows, as far as known: from path to words."""
     option, mesh, batch = strategy.options.tables, strategy.mesh, strategy.data_axes
     if option is None or mesh.size == 1:
         return {}
@@ -103,12 +98,7 @@ def described(model: Any, strategy: Any) -> dict[str, str]:
 
 
 def refused(model: Any, strategy: Any) -> dict[str, str]:
-    """The tables of which every row is updated although `tables=` asks for rows, with reasons.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-    """
+    """The tables of which every row is updated although `tables=` asks for rows, with reasons."""
     if strategy.options.tables not in ("rows", "lazy"):
         return {}
     found = described(model, strategy)

@@ -91,11 +91,7 @@ def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: St
 
 
 def trouble(split: TableSplit) -> str:
-    """Why a table cannot be used by its width, or `""`.
-
-    Args:
-        split: The table's layout.
-    """
+    """Why a table cannot be used by its width, or `""`."""
     others = [name for name in (*split.rows, *split.columns) if name not in split.batch]
     if others:
         return f"it is split over {others}, which do not split the batch"
@@ -156,11 +152,7 @@ class ByWidth:
         return found
 
     def updated(self, value: Callable) -> dict[int, Any]:
-        """Nothing: the step's own update gets a complete gradient.
-
-        Args:
-            value: Not used.
-        """
+        """Nothing: the step's own update gets a complete gradient."""
         return {}
 
     def _stored(self, table: Any) -> Any:
@@ -221,11 +213,7 @@ class ByWidth:
 
 
 def ids_of(reading: Reading) -> int:
-    """The number of ids that a step looks up in a table.
-
-    Args:
-        reading: How the step uses it.
-    """
+    """The number of ids that a step looks up in a table."""
     return sum(math.prod(each.indices.shape) for each in reading.lookups)
 
 

@@ -26,11 +26,7 @@ class Given(Inputs):
     batch_size: int | None = None
 
     def rows(self, strategy: Strategy) -> int:
-        """Rows of the batch: by default two for each part and one more, an uneven batch.
-
-        Args:
-            strategy: The strategy.
-        """
+        """Rows of the batch: by default two for each part and one more, an uneven batch."""
         if self.batch_size is not None:
             return self.batch_size
         parts = strategy.num_replicas_in_sync

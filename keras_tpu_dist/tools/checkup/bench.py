@@ -102,11 +102,6 @@ class Launcher:
 class Bench:
     """The state that the parts of one check share.
 
-    Args:
-        strategy: The strategy.
-        launches: Starts programs.
-        minutes: The time limit.
-
     Attributes:
         figures: The measurements so far, by the name of the part.
     """
@@ -217,21 +212,12 @@ def _first(index: Any) -> int:
 
 
 def rows_of(array: jax.Array) -> dict[int, np.ndarray]:
-    """The parts of an array on the devices of this process, by device id.
-
-    Args:
-        array: An array in any layout.
-    """
+    """The parts of an array on the devices of this process, by device id."""
     return {part.device.id: np.asarray(part.data) for part in array.addressable_shards}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are equal bit by bit, including NaN and the sign of zero.
-
-    Args:
-        a: An array.
-        b: Another one.
-    """
+    """Whether two arrays are equal bit by bit, including NaN and the sign of zero."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -253,9 +239,5 @@ def odd_ones(marks: dict[int, Any]) -> list[int]:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median of some numbers.
-
-    Args:
-        values: The numbers.
-    """
+    """The median of some numbers."""
     return float(np.median(list(values)))

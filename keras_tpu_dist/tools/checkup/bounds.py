@@ -50,11 +50,7 @@ def tolerance(platform: str, dtype: str = "float32") -> float:
 
 
 def is_half(model: keras.Model) -> bool:
-    """Whether layers of a model compute in half precision.
-
-    Args:
-        model: The model.
-    """
+    """Whether layers of a model compute in half precision."""
     dtypes = {layer.compute_dtype for layer in _keras.flatten_layers(model)}
     return not dtypes.isdisjoint(("bfloat16", "float16"))
 
@@ -128,11 +124,7 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
 
 
 def largest(array: Any) -> float:
-    """The largest absolute value of an array, of those that are finite.
-
-    Args:
-        array: The array.
-    """
+    """The largest absolute value of an array, of those that are finite."""
     wide = _wide(array)
     return float(np.max(np.abs(wide), initial=0.0, where=np.isfinite(wide)))
 

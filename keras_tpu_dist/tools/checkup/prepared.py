@@ -40,11 +40,7 @@ class Prepared:
 
 
 def why_not(model: keras.Model) -> str:
-    """Why a model's step cannot be checked, or `""`.
-
-    Args:
-        model: The model.
-    """
+    """Why a model's step cannot be checked, or `""`."""
     if not model.compiled or getattr(model, "optimizer", None) is None:
         return "the model is not compiled"
     if not _keras.is_built(model):

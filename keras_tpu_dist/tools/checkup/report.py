@@ -361,11 +361,7 @@ def _problem_lines(part: CheckPart) -> list[str]:
 
 
 def joined(parts: Sequence[CheckPart]) -> CheckPart:
-    """Joins the results of one part from several processes.
-
-    Args:
-        parts: The results, by process.
-    """
+    """Joins the results of one part from several processes."""
     found: dict[Problem, list[int]] = {}
     for process, part in enumerate(parts):
         for problem in part.problems:
@@ -392,12 +388,7 @@ def _of_processes(problem: Problem, who: list[int]) -> Problem:
 
 
 def corrupts(what: str, devices: list[int]) -> Problem:
-    """The problem of silent data corruption: a repeated computation gives different bits.
-
-    Args:
-        what: The computation.
-        devices: The ids of the devices.
-    """
+    """The problem of silent data corruption: a repeated computation gives different bits."""
     return Problem(
         f"{numbered(devices)}: {what}, computed twice, has different bits",
         "Silent data corruption: the chip or its memory is faulty.",

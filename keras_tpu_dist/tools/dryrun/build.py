@@ -357,11 +357,7 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 
 def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A copy to build, whatever arguments its class takes: only lists and variables are copied.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """A copy to build, whatever arguments its class takes: only lists and variables are copied."""
     # Not from its config: a custom optimizer may have none, or take other arguments.
     copied = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
@@ -390,11 +386,7 @@ class NoModel(ValueError):
 
 
 def fails_anywhere(error: BaseException) -> bool:
-    """Whether a dry run failed in the user's code, so that no mesh and no layout would help.
-
-    Args:
-        error: What the dry run raised.
-    """
+    """Whether a dry run failed in the user's code, so that no mesh and no layout would help."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

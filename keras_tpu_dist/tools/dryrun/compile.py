@@ -290,11 +290,7 @@ def larger_twin(lowered: Lowered) -> Topology | None:
 
 
 def is_about_hbm(error: str) -> bool:
-    """Whether a program was refused for the memory of its device, and not for that of one kernel.
-
-    Args:
-        error: The compiler's message.
-    """
+    """Whether a program was refused for the memory of its device, not for that of one kernel."""
     return "RESOURCE_EXHAUSTED" in error and not ("vmem" in error and "hbm" not in error.lower())
 
 
@@ -332,11 +328,7 @@ def _place(device: object) -> tuple[int, ...]:
 
 
 def cpu_environment(num_devices: int) -> dict[str, str]:
-    """A CPU that looks like several devices, with threads enough for all of them.
-
-    Args:
-        num_devices: Their number.
-    """
+    """A CPU that looks like several devices, with threads enough for all of them."""
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",

@@ -175,11 +175,7 @@ class CollectiveGroup:
 
 
 def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
-    """A program's collectives in groups, the longest first.
-
-    Args:
-        cost: The cost of the program.
-    """
+    """A program's collectives in groups, the longest first."""
     grouped: dict[tuple, list] = {}
     for c in cost.collectives:
         key = (c.kind, c.axes, c.network, c.asynchronous, c.layer)

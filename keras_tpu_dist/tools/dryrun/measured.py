@@ -388,9 +388,6 @@ def _collectives_beside(
 class _Traced:
     """One trace of one process.
 
-    Args:
-        folder: Its folder.
-
     Raises:
         ValueError: If it is incomplete.
     """

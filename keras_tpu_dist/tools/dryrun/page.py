@@ -43,11 +43,7 @@ VERDICTS = {
 
 
 def page_of(run: "DryRun") -> str:
-    """The page of a dry run.
-
-    Args:
-        run: The dry run.
-    """
+    """The page of a dry run."""
     return document(run._subject(), [*_head(run), *_sections(run)])
 
 
@@ -72,11 +68,7 @@ def kinds_of_memory(run: "DryRun") -> list[tuple[str, int]]:
 
 
 def memory_bars(run: "DryRun") -> Iterator[str]:
-    """A bar with all kinds of memory against the HBM, and the meaning of its colours.
-
-    Args:
-        run: The dry run.
-    """
+    """A bar with all kinds of memory against the HBM, and the meaning of its colours."""
     kinds = kinds_of_memory(run)
     whole = max(sum(size for _, size in kinds), run.total_bytes, run.limit_bytes or 0, 1)
     parts = [(size / whole, MEMORY[name], f"{name}: {size_text(size)}") for name, size in kinds]
@@ -297,9 +289,5 @@ def _caption(
 
 
 def remarks(run: "DryRun") -> list[str]:
-    """The remarks of a dry run, as paragraphs.
-
-    Args:
-        run: The dry run.
-    """
+    """The remarks of a dry run, as paragraphs."""
     return [f"<p>{html.escape(remark)}</p>" for remark in run._remarks()]

@@ -164,12 +164,7 @@ def _of_the_largest(step: Subject, how: How) -> DryRun:
 
 
 def run_once(step: Subject, how: How) -> DryRun:
-    """One dry run.
-
-    Args:
-        step: What is dry-run.
-        how: How it is compiled.
-    """
+    """One dry run."""
     require("a dry run", one_of(*EFFORTS), effort=how.effort)
     check_how(step.mode, how.timeout, how.progress)
     with stages(f"dry run, {step.mode} step", 3) as begin:

@@ -63,11 +63,7 @@ class Collective:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective an instruction starts or is, else `None`.
-
-    Args:
-        instruction: Any instruction.
-    """
+    """The kind of collective an instruction starts or is, else `None`."""
     opcode = instruction.opcode.removesuffix("-start")
     return opcode if opcode in KINDS else None
 

@@ -57,11 +57,7 @@ def matrix_flops(
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's cycle estimate for one run, 0 if it reports none.
-
-    Args:
-        instruction: Any instruction.
-    """
+    """The compiler's cycle estimate for one run, 0 if it reports none."""
     cycles = instruction.number("estimated_cycles") or 0
     # The compiler writes 2^63-1 if it has no estimate.
     return cycles if cycles < 2**60 else 0

@@ -17,11 +17,7 @@ _DKV_RESULTS = 4
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether the instruction is a hand-written TPU kernel.
-
-    Args:
-        instruction: Any instruction.
-    """
+    """Whether the instruction is a hand-written TPU kernel."""
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
@@ -75,11 +71,7 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
 
 
 def counted_whole(instruction: Instruction) -> bool:
-    """Whether `flops` counted all blocks of flash attention because their number is not known.
-
-    Args:
-        instruction: The kernel.
-    """
+    """Whether `flops` counted all blocks of flash attention because their number is not known."""
     unsaid = stated(instruction, "flops") is None and _blocks(instruction) is None
     return unsaid and _splash(instruction) is not None
 

@@ -62,9 +62,6 @@ def executions(program: Program) -> Executions:
     A loop for ids that a table's exchange has no room for counts nothing: it seldom runs at all. Of
     the branches of a conditional the one with most instructions counts, as it is not known
     which one runs.
-
-    Args:
-        program: The program.
     """
     found: list[Execution] = []
     unknown: list[str] = []

@@ -206,9 +206,6 @@ class Instruction:
     def called_by(self, name: str) -> str | None:
         """The computation in attribute `name`, such as `body`.
 
-        Args:
-            name: The attribute's name.
-
         Returns:
             The computation's name, or `None` without the attribute.
         """
@@ -216,11 +213,7 @@ class Instruction:
         return text.lstrip("%") if text else None
 
     def integers(self, name: str) -> list[int] | None:
-        """The integers in attribute `name`, or `None` without it.
-
-        Args:
-            name: The attribute's name.
-        """
+        """The integers in attribute `name`, or `None` without it."""
         text = self.attribute(name)
         return None if text is None else [int(n) for n in _INTEGER.findall(text)]
 
@@ -257,11 +250,7 @@ class Computation:
         return iter(self.instructions)
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions an instruction reads.
-
-        Args:
-            instruction: An instruction of this computation.
-        """
+        """The instructions an instruction reads."""
         return [self.by_name[n] for n in instruction.operand_names if n in self.by_name]
 
     @functools.cached_property
@@ -352,9 +341,6 @@ def check(program: Program) -> None:
 
     Operands stand before what reads them, no computation calls itself, and all calls together run
     through no more instructions than a program can have.
-
-    Args:
-        program: The program.
 
     Raises:
         ValueError: If it is no such program.

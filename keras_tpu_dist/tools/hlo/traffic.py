@@ -323,19 +323,12 @@ def is_sorted(scatter: Instruction) -> bool:
 
     The main core's kernel then streams all of the array through the chip, however few indices
     there are: it reads and writes one window after the other.
-
-    Args:
-        scatter: The scatter.
     """
     return "indices_are_sorted=true" in scatter.attributes
 
 
 def scoped_bytes(instruction: Instruction) -> int:
-    """On-chip memory that a kernel of the compiler works in, beside its operands; 0 if unsaid.
-
-    Args:
-        instruction: The kernel.
-    """
+    """On-chip memory that a kernel of the compiler works in, beside its operands; 0 if unsaid."""
     found = _SCOPED.search(instruction.attributes)
     return int(found[1]) if found else 0
 

@@ -135,11 +135,7 @@ class LogFile:
         self._try(self._open)
 
     def write(self, line: str) -> None:
-        """Adds a line.
-
-        Args:
-            line: The line with its end.
-        """
+        """Adds a line."""
 
         def add() -> None:
             if self._file is None:

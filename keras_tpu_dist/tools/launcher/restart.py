@@ -133,11 +133,7 @@ class _Loop:
         return min(wait_s, self.restarts.longest_backoff_s)
 
     def processes(self, before: int) -> int:
-        """The number of processes to start next.
-
-        Args:
-            before: The previous number.
-        """
+        """The number of processes to start next."""
         path = self.restarts.processes_from
         if path is None:
             return before

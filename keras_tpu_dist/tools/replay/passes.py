@@ -24,19 +24,11 @@ class Runs(Protocol):
     """A launch that was compiled."""
 
     def dumped(self, folder: str) -> None:
-        """Writes the program after each pass into a folder.
-
-        Args:
-            folder: The folder.
-        """
+        """Writes the program after each pass into a folder."""
         ...
 
     def run(self, texts: list[str]) -> list[list[Row] | str]:
-        """Compares the results of programs.
-
-        Args:
-            texts: The programs.
-        """
+        """Compares the results of programs."""
         ...
 
 

@@ -111,12 +111,7 @@ def _no_kernels(instruction: Instruction, operands: list[Shape]) -> InterpretedK
 
 
 def cannot_run(instruction: Instruction, why: str) -> CannotRun:
-    """An error that names an operation.
-
-    Args:
-        instruction: The operation.
-        why: What is wrong with it.
-    """
+    """An error that names an operation."""
     return CannotRun(
         message(
             "Every operation of the TPU's program must have a counterpart on simulated devices.",
@@ -155,11 +150,7 @@ def runnable(
 
 
 def attributes_of(instruction: Instruction) -> dict[str, str]:
-    """The attributes of an instruction, as text, by name.
-
-    Args:
-        instruction: The instruction.
-    """
+    """The attributes of an instruction, as text, by name."""
     text, found, at = instruction.attributes, {}, 0
     while match := _NAME.match(text, at):
         end = _end_of_value(text, match.end())

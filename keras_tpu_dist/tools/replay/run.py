@@ -320,11 +320,7 @@ class _Compiled:
         return answer
 
     def dumped(self, folder: str) -> None:
-        """Writes the program after each pass into a folder.
-
-        Args:
-            folder: The folder.
-        """
+        """Writes the program after each pass into a folder."""
         self._compile(
             {
                 "xla_dump_to": folder,

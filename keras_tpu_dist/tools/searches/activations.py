@@ -56,12 +56,7 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
 
 
 def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
-    """The origins of operands' dimensions, derived from those of the results.
-
-    Args:
-        equation: The equation.
-        made: The origins of the results.
-    """
+    """The origins of operands' dimensions, derived from those of the results."""
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
     asked = [tuple(frozenset([(-2 - n, d)]) for d in range(len(s))) for n, s in enumerate(shapes)]
     found: dict[Origin, frozenset[Origin]] = {}

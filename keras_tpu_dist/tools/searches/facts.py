@@ -129,9 +129,6 @@ class DescribedModel:
     def specs(self, strategy: TPUStrategy) -> list[Spec]:
         """The axes of each weight's dimensions under another strategy.
 
-        Args:
-            strategy: The strategy.
-
         Raises:
             ValueError: If its layout does not fit the model.
         """

@@ -37,11 +37,7 @@ class Ground:
     shard_optimizer: bool
 
     def ways(self, axes: Sequence[str]) -> int:
-        """The number of parts into which axes split something.
-
-        Args:
-            axes: The axes.
-        """
+        """The number of parts into which axes split something."""
         sizes = dict(self.wire.axes)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -180,20 +176,11 @@ class Placed:
         return width.is_shorter_for(weight.shape, ways, by_rows, lookups)
 
     def in_a_loop(self, product: MatrixProduct) -> bool:
-        """Whether a product runs in a loop instead of once on every device.
-
-        Args:
-            product: The product.
-        """
+        """Whether a product runs in a loop instead of once on every device."""
         return product.times > self.ground.wire.size
 
     def sides(self, product: MatrixProduct, weight: int) -> tuple[Side, Side]:
-        """The dimensions that a product sums over, and the features that it computes.
-
-        Args:
-            product: The product.
-            weight: The weight that it reads.
-        """
+        """The dimensions that a product sums over, and the features that it computes."""
         shape, split = self.facts.weights[weight].shape, self.split(weight)
         found = []
         for summed in (True, False):
@@ -240,11 +227,7 @@ _COLUMNS = 128
 
 
 def padding(size: float) -> float:
-    """The factor by which padding to full columns increases the chip's work.
-
-    Args:
-        size: The number of columns.
-    """
+    """The factor by which padding to full columns increases the chip's work."""
     return math.ceil(size / _COLUMNS) * _COLUMNS / size if size else 1.0
 
 
@@ -262,12 +245,7 @@ class Part:
 
 
 def part_of(placed: Placed, product: MatrixProduct) -> Part:
-    """One device's part of a product.
-
-    Args:
-        placed: The model on its mesh.
-        product: The product.
-    """
+    """One device's part of a product."""
     ground, often = placed.ground, product.times * placed.share
     whole = product.flops * often / ground.topology.peak_flops()
     read, written = product.read_bytes * often, product.written_bytes * often
@@ -345,11 +323,7 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
 
 
 def table_bytes(placed: Placed) -> float:
-    """Bytes moved for tables in another layout: with at least 128 columns, or by their width.
-
-    Args:
-        placed: The model on its mesh.
-    """
+    """Bytes moved for tables in another layout: with at least 128 columns, or by their width."""
     moved = 0.0
     for index in placed.tables:
         weight, wide = placed.facts.weights[index], padding(placed.columns(index))
@@ -366,11 +340,7 @@ def table_bytes(placed: Placed) -> float:
 
 
 def output_bytes(placed: Placed) -> float:
-    """Bytes of the model's outputs on one device, split as the last product's features.
-
-    Args:
-        placed: The model on its mesh.
-    """
+    """Bytes of the model's outputs on one device, split as the last product's features."""
     ways = 1
     last = next((p for p in reversed(placed.facts.products) if p.weight is not None), None)
     if last is not None and last.weight is not None and last.times == 1:
@@ -464,11 +434,7 @@ def _columns_bytes(placed: Placed, lookup: Lookup) -> float:
 
 
 def looked_up(placed: Placed) -> float:
-    """Seconds to look all ids up in tables by their width, and to add up their gradients.
-
-    Args:
-        placed: The model on its mesh.
-    """
+    """Seconds to look all ids up in tables by their width, and to add up their gradients."""
     return sum(
         # A row takes as long as gathering some bytes.
         2 * placed.ground.seconds("all-gather", width.BYTES_PER_ROW * each.ids * placed.batches, s)
@@ -534,12 +500,7 @@ class Memory:
 
 
 def memory_of(placed: Placed, policy: str | None) -> Memory:
-    """Forecasts the memory of a train step.
-
-    Args:
-        placed: The model on its mesh.
-        policy: The remat policy.
-    """
+    """Forecasts the memory of a train step."""
     state = _state_bytes(placed)
     held = peak_bytes(
         placed.facts.kept[policy].buffers,
@@ -570,9 +531,6 @@ def _state_bytes(placed: Placed) -> float:
 def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
     """A function for the number of parts of an activation's dimension, relative to the traced
     batch.
-
-    Args:
-        placed: The model on its mesh.
     """
     ground, facts = placed.ground, placed.facts
     looped = {p.weight for p in facts.products if placed.in_a_loop(p)}

@@ -114,9 +114,6 @@ def rank(tried: Tried) -> tuple[float, ...]:
 
     Among those that fit, the ones compiled twice come first, then the faster per row; among those
     too large, the smallest comes first.
-
-    Args:
-        tried: The candidate.
     """
     run = tried.run
     if run is None:
@@ -332,11 +329,7 @@ def _shares(e: Estimate, seconds: float) -> str:
 
 
 def cells_of(tried: Tried) -> dict[str, TableCell]:
-    """The cells of a candidate in tables, by column.
-
-    Args:
-        tried: The candidate.
-    """
+    """The cells of a candidate in tables, by column."""
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
     cells = dict.fromkeys(_COLUMNS, TableCell("")) | {
         "mesh": TableCell(tried.candidate.mesh_text),

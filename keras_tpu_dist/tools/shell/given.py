@@ -84,11 +84,7 @@ def _module_of_file(file: str) -> Any:
 
 
 def strategy_of(options: argparse.Namespace) -> TPUStrategy:
-    """The strategy that `--mesh`, `--layout` and so on describe.
-
-    Args:
-        options: The options of a command.
-    """
+    """The strategy that `--mesh`, `--layout` and so on describe."""
     return TPUStrategy(
         mesh_of(options.mesh),
         layout_of(options.layout),
@@ -271,9 +267,6 @@ def _array(text: str | None) -> Any:
 
 def topologies_of(text: str) -> list[Topology]:
     """The slices in `v5e-8,v6e-8`.
-
-    Args:
-        text: The argument.
 
     Raises:
         ValueError: If one is not a slice, or occurs twice.

@@ -71,9 +71,6 @@ _BESIDE = _Beside()
 def imported(module: str) -> ModuleType:
     """Imports a module by its name, from the working directory first.
 
-    Args:
-        module: Its name.
-
     Raises:
         ImportError: If it cannot be imported.
     """
@@ -87,9 +84,6 @@ def imported(module: str) -> ModuleType:
 
 def loaded(path: Path) -> ModuleType:
     """Runs a Python file as a module, and lets it import files beside it and in this folder.
-
-    Args:
-        path: The file.
 
     Returns:
         The module. Its name is the file's, unless another module has that.
