@@ -188,7 +188,7 @@ def raise_faults(names: Iterable[Reached]) -> None:
     Raises:
         ImportError: If it lacks one.
     """
-    faults = [each.fault() for each in names]
+    faults = [name.fault() for name in names]
     if any(faults):
         raise ImportError(
             "keras_tpu_dist uses names of Keras that this version does not have. "

@@ -310,7 +310,7 @@ def _check_seen(callbacks: list) -> None:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not stock:
         frame = frame.f_back
-    ours = [each for each in callbacks if hasattr(each, "before_fit")]
+    ours = [callback for callback in callbacks if hasattr(callback, "before_fit")]
     if ours and frame is not None:
         name = type(ours[0]).__name__
         raise runtime_error(

@@ -156,8 +156,10 @@ class Checkpoint(InFit):
             arguments: The arguments of `fit`; `"callbacks"` is a flat list of all callbacks.
         """
         callbacks = arguments["callbacks"]
-        self._callbacks = [each for each in callbacks if each is not self]
-        self._of_this_kind = [each for each in callbacks if isinstance(each, Checkpoint)]
+        self._callbacks = [callback for callback in callbacks if callback is not self]
+        self._of_this_kind = [
+            callback for callback in callbacks if isinstance(callback, Checkpoint)
+        ]
         self._epochs = arguments.get("epochs", 1)
         self._validation_freq = arguments.get("validation_freq", 1)
 

@@ -148,14 +148,14 @@ class HostMetrics(keras.callbacks.Callback):
         if strategy is not None and strategy.runner.own_input is not None:
             # Every process has its own rows.
             rows = strategy.runner.own_input.joined(rows)
-        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, each) for each in rows)
+        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, row) for row in rows)
         values = {}
         for (*output, _), name, function in zip(
             self._functions, self.names, self._functions.values()
         ):
             arguments = [y_true, y_pred, weights]
             if output:
-                arguments = [_of_output(each, output[0], model) for each in arguments]
+                arguments = [_of_output(argument, output[0], model) for argument in arguments]
             values[name] = _value(name, function, *arguments)
         return values
 

@@ -197,7 +197,7 @@ class Rates(InFit):
         if self._peak:
             rates["mfu"] = made.flops / (self._devices * self._peak * made.seconds)
         stats = (device.memory_stats() or {} for device in jax.local_devices())
-        peak_bytes = max((each.get("peak_bytes_in_use", 0) for each in stats), default=0)
+        peak_bytes = max((stat.get("peak_bytes_in_use", 0) for stat in stats), default=0)
         if peak_bytes:
             rates["peak_memory_gib"] = peak_bytes / 2**30
         return rates

@@ -190,9 +190,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _that_know(callbacks: Sequence[Any]) -> list:
     return [
-        each
-        for each in callbacks
-        if hasattr(each, "state_dict") or _keras.changing(each, _keras.CHANGING)
+        callback
+        for callback in callbacks
+        if hasattr(callback, "state_dict") or _keras.changing(callback, _keras.CHANGING)
     ]
 
 

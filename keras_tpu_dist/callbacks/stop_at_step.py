@@ -186,8 +186,8 @@ class StopAtStep(InFit):
 
 def reached_by(callbacks: Iterable) -> int | None:
     """The step at which a `StopAtStep` has stopped training, if one has."""
-    stops = (each for each in callbacks if isinstance(each, StopAtStep))
-    found = [each.last_step for each in stops if each.reached]
+    stops = (callback for callback in callbacks if isinstance(callback, StopAtStep))
+    found = [stop.last_step for stop in stops if stop.reached]
     return min(found, default=None)
 
 
@@ -198,5 +198,5 @@ def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
         callbacks: The callbacks of the fit that starts.
         steps: The step, as `reached_by` returns it.
     """
-    stops = [each for each in callbacks if isinstance(each, StopAtStep)]
-    return steps is not None and all(each.more or each.n > steps for each in stops)
+    stops = [callback for callback in callbacks if isinstance(callback, StopAtStep)]
+    return steps is not None and all(stop.more or stop.n > steps for stop in stops)

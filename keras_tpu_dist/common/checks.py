@@ -79,7 +79,7 @@ class Requirement:
             received={name: value},
             fix=f"Write for example {name}={self.example}.",
             name=value if self.choices and isinstance(value, str) else None,
-            choices=[each for each in self.choices if isinstance(each, str)],
+            choices=[choice for choice in self.choices if isinstance(choice, str)],
         )
 
 
@@ -121,12 +121,12 @@ def one_of(*choices: Any) -> Requirement:
     Args:
         *choices: The values; the first one is the example.
     """
-    texts = [f'"{each}"' if isinstance(each, str) else repr(each) for each in choices]
+    texts = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
     words = f"{', '.join(texts[:-1])} or {texts[-1]}"
 
     def holds(value: Any) -> bool:
         # By type, because 1 == True, and arrays compare by element.
-        return any(type(value) is type(each) and value == each for each in choices)
+        return any(type(value) is type(choice) and value == choice for choice in choices)
 
     return Requirement(words, holds, texts[0], choices)
 
@@ -156,11 +156,11 @@ def _declared(annotation: Any) -> tuple[Requirement, bool] | None:
     """The check that an annotation declares, and whether `None` is right too."""
     options = [annotation]
     if get_origin(annotation) in (Union, types.UnionType):
-        options = [each for each in get_args(annotation) if each is not types.NoneType]
+        options = [arg for arg in get_args(annotation) if arg is not types.NoneType]
     if len(options) != 1:
         return None  # values of several types
     kind = get_origin(options[0])
-    found = [each for each in get_args(options[0]) if isinstance(each, Requirement)]
+    found = [arg for arg in get_args(options[0]) if isinstance(arg, Requirement)]
     if kind is not Annotated:
         found = [FUNCTION] if kind is Callable else [_OF_TYPES.get(options[0])]
     return None if not found or found[0] is None else (found[0], options != [annotation])
@@ -194,11 +194,11 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     owner = function.__qualname__.removesuffix(".__init__")
     caller = owner.removeprefix("TPUStrategy.")
     parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.name not in ("self", "cls")]
+    names = [parameter.name for parameter in parameters if parameter.name not in ("self", "cls")]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    declared = {each.name: _declared(each.annotation) for each in parameters}
+    declared = {parameter.name: _declared(parameter.annotation) for parameter in parameters}
     checks = {name: found for name, found in declared.items() if found is not None}
-    takes_more = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     most = sys.maxsize if takes_more else len(positional)
 
     @functools.wraps(function)

@@ -105,7 +105,11 @@ def note_ended(folder: Path, numbers: Iterable[int]) -> None:
 def ended() -> set[int]:
     """The numbers of the processes that the launcher saw end with exit code 0."""
     numbers = _text(Path(_path).parent / _ENDED, "").split() if _path else []
-    return {int(each) for each in numbers if each.isascii() and each.isdigit() and len(each) < 9}
+    return {
+        int(number)
+        for number in numbers
+        if number.isascii() and number.isdigit() and len(number) < 9
+    }
 
 
 @dataclass(frozen=True)

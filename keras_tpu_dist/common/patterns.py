@@ -55,7 +55,7 @@ def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix:
         fix: How to see the names.
     """
     names = list(names)
-    lost = [each for each in patterns if not any(matches(name, [each]) for name in names)]
+    lost = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
     if lost:
         raise value_error(
             rule,

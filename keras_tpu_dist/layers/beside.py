@@ -41,7 +41,7 @@ _VALUES, _FILES, _OTHERS = MARKS = "values/", "files/", "attributes/"
 
 def layers_with_more(model: Any) -> list:
     """The layers that say themselves how they are saved or loaded, parents first."""
-    return [each for each in _keras.flatten_layers(model) if has_more(each)]
+    return [layer for layer in _keras.flatten_layers(model) if has_more(layer)]
 
 
 def has_more(layer: Any) -> bool:

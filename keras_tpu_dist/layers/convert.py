@@ -177,7 +177,7 @@ def _copy(sources, targets, model):
 
 
 def _copy_what_is_written(model, clone):
-    before, after = ([each.name for each in _keras.flatten_layers(m)] for m in (model, clone))
+    before, after = ([layer.name for layer in _keras.flatten_layers(m)] for m in (model, clone))
     if len(before) != len(after):
         raise ValueError(_not_alike("layers", before, after, model))
     # Files have only a part of the marks, and a converted layer has its own methods.

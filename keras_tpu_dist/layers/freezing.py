@@ -154,8 +154,8 @@ def _refusing(model: Any) -> Callable:
 def _names(path: str, model: str) -> list[str]:
     """The paths of a weight and of all layers around it, with and without the model's name."""
     found = []
-    for each in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
-        parts = each.split("/")
+    for fromkey in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
+        parts = fromkey.split("/")
         found += ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
     return found
 

@@ -73,7 +73,7 @@ class Fused:
         made = self.product.results[0].aval.dtype
         weights = [weight for weight, _ in self.views()]
         own = set(map(id, weights))
-        others = [each for each in self.product.operands if id(_root(each)) not in own]
+        others = [operand for operand in self.product.operands if id(_root(operand)) not in own]
         # By the calls of `jax.checkpoint` that the ends are in.
         computed: dict[tuple[Equation, ...], Any] = {}
 
@@ -126,10 +126,10 @@ class Fused:
             if weight is not self.bias
         }
         operands = [
-            arranged[id(root)].astype(each.aval.dtype)
-            if id(root := _root(each)) in arranged
-            else values[id(each)]
-            for each in self.product.operands
+            arranged[id(root)].astype(operand.aval.dtype)
+            if id(root := _root(operand)) in arranged
+            else values[id(operand)]
+            for operand in self.product.operands
         ]
         (result,) = self.product.run(operands)
         rows = result.shape[:-1]
@@ -201,7 +201,7 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
         scales: From the ids of quantized kernels to those of their scales and zero points.
     """
     users, ends = _users(graph), set(map(id, graph.outputs))
-    found = (_fused(each, weights, scales, users, ends) for each in graph.operations)
+    found = (_fused(operation, weights, scales, users, ends) for operation in graph.operations)
     return [each for each in found if each is not None]
 
 
@@ -292,19 +292,19 @@ def _multiplied(
     if product.name == "dot_general":
         summed = ((len(roots[0].shape) - 1,), (0,)), ((), ())
         dims = product.equation.params["dimension_numbers"]
-        plain = tuple(tuple(map(tuple, each)) for each in dims) == summed
+        plain = tuple(tuple(map(tuple, dim)) for dim in dims) == summed
         is_kernel = plain and len(roots[1].shape) == 2 and _id(roots[1]) in weights
         return roots[1] if is_kernel else None, ()
     if product.name.startswith("custom_vjp_call"):
         for kernel in roots:
             if own := scales.get(_id(kernel)):
-                return kernel, tuple(each for each in roots if _id(each) in own)
+                return kernel, tuple(root for root in roots if _id(root) in own)
     return None, ()
 
 
 def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | None:
     """The weight that is added to every row of features."""
-    others = [each for each in addition.operands if each is not value]
+    others = [operand for operand in addition.operands if operand is not value]
     other = others[0] if len(others) == 1 else None
     while other is not None and other.operation is not None:
         operation = other.operation

@@ -374,7 +374,8 @@ def _siblings(model, placement: Placement) -> list[Finding]:
 def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]:
     used = set(state_axes(setting.mesh, setting.data_axes))
     splits = any(
-        getattr(each, "splits_over_logical_devices", False) for each in _keras.flatten_layers(model)
+        getattr(layer, "splits_over_logical_devices", False)
+        for layer in _keras.flatten_layers(model)
     )
     if placement.annotations.logical_devices or splits:
         return []

@@ -119,7 +119,7 @@ def _composite(layer: Any, path: str) -> list[tuple[str, Any]]:
     """The composite layers with weights in a layer."""
     children: Sequence[Any] = _keras.sublayers(layer)
     return [
-        (f"{path}/{each.name}", each)
-        for each in children
-        if any(within.variables for within in _keras.sublayers(each))
+        (f"{path}/{child.name}", child)
+        for child in children
+        if any(within.variables for within in _keras.sublayers(child))
     ]

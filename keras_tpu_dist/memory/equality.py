@@ -142,15 +142,15 @@ class Fingerprints:
                 return value_of(each.val)
             return numbers.setdefault(each, len(numbers)), _shape(each)
 
-        inputs = [atom(each) for each in (*program.constvars, *program.invars)]
+        inputs = [atom(constvar) for constvar in (*program.constvars, *program.invars)]
         equations = [
             (
-                each.primitive.name,
-                tuple(map(atom, each.invars)),
-                tuple(map(atom, each.outvars)),
-                tuple((name, self._parameter(v)) for name, v in sorted(each.params.items())),
+                eqn.primitive.name,
+                tuple(map(atom, eqn.invars)),
+                tuple(map(atom, eqn.outvars)),
+                tuple((name, self._parameter(v)) for name, v in sorted(eqn.params.items())),
             )
-            for each in program.eqns
+            for eqn in program.eqns
         ]
         return (*constants, *inputs, *equations, *map(atom, program.outvars))
 

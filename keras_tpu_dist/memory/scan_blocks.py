@@ -202,8 +202,8 @@ _NOT_CALLED = "the model does not call it"
 
 def _unequal(layer: Any, notes: Tracing) -> Iterator[int]:
     """Composite layers beside others of their class, if none of those is equal to them."""
-    inner = [each for each in _keras.sublayers(layer) if id(each) not in notes.keys]
-    beside = Counter(type(each) for each in _keras.sublayers(layer))
+    inner = [sublayer for sublayer in _keras.sublayers(layer) if id(sublayer) not in notes.keys]
+    beside = Counter(type(sublayer) for sublayer in _keras.sublayers(layer))
     for each in inner:
         holds = any(within.variables for within in _keras.sublayers(each))
         if holds and beside[type(each)] > 1:

@@ -203,15 +203,15 @@ def _parted(program: Any) -> Iterator[list]:
 def _has_policy(equation: Any) -> bool:
     if is_recomputed(equation):
         return True
-    return any(any_equation(each, is_recomputed) for each in inner_jaxprs(equation))
+    return any(any_equation(jaxpr, is_recomputed) for jaxpr in inner_jaxprs(equation))
 
 
 def _part(program: Any, equations: list, layouts: Mapping) -> Step:
-    made = [variable for each in equations for variable in each.outvars]
+    made = [variable for equation in equations for variable in equation.outvars]
     own = set(made)
     inputs = [v for v in dict.fromkeys(_variables(equations)) if v not in own]
-    mine = {id(each) for each in equations}
-    others = [each for each in program.eqns if id(each) not in mine]
+    mine = {id(equation) for equation in equations}
+    others = [eqn for eqn in program.eqns if id(eqn) not in mine]
     used = {*_variables(others), *(v for v in program.outvars if not isinstance(v, core.Literal))}
     outputs = [variable for variable in made if variable in used]
     again = is_recomputed(equations[0])
@@ -243,7 +243,7 @@ def _inner(equation: Any, inputs: list) -> Callable:
 
 
 def _variables(equations: list) -> list:
-    atoms = [atom for each in equations for atom in each.invars]
+    atoms = [atom for equation in equations for atom in equation.invars]
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
@@ -368,7 +368,7 @@ def _read_outside(run: Run, used: dict[Any, set[int]], ends: dict[int, int]) -> 
         readers = [used.get(block.equation.outvars[j], set()) for block in run.blocks]
         if j in ends:
             readers = readers[:-1]
-        if any(each - positions for each in readers):
+        if any(reader - positions for reader in readers):
             found.append(j)
     return found
 

@@ -363,7 +363,7 @@ def launched(outputs: Any) -> None:
     """
     if _watch is None:
         return
-    arrays = [each for each in jax.tree.leaves(outputs) if isinstance(each, jax.Array)]
+    arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
     if arrays:
         _watch.launched(min(arrays, key=lambda array: array.nbytes))
 

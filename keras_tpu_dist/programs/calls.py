@@ -53,7 +53,7 @@ def calls(equation: Any) -> list[Called]:
     name = equation.primitive.name
     if name in _OF_NUMBERS:
         return []
-    jaxprs = [opened(each) for each in inner_jaxprs(equation)]
+    jaxprs = [opened(jaxpr) for jaxpr in inner_jaxprs(equation)]
     return _RULES.get(name, _of_all)(equation, jaxprs) if jaxprs else []
 
 

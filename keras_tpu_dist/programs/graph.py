@@ -76,8 +76,8 @@ class Equation:
         held = constants_of(traced)
         inner = opened(with_inputs(traced, list(held)))
         equation = self.equation.replace(
-            invars=[core.Var(each.aval) for each in inner.invars],
-            outvars=[core.Var(each.aval) for each in inner.outvars],
+            invars=[core.Var(invar.aval) for invar in inner.invars],
+            outvars=[core.Var(outvar.aval) for outvar in inner.outvars],
             params={**self.equation.params, "jaxpr": inner},
             effects=inner.effects,
         )
@@ -159,11 +159,11 @@ class Graph:
 
         def read_outside(part: list[Equation]) -> list[Atom]:
             own = set(part)
-            read = {id(each) for each in self.outputs}
+            read = {id(output) for output in self.outputs}
             for operation in operations:
                 if operation not in own:
                     read |= set(map(id, operands.get(operation, operation.operands)))
-            return [each for made in part for each in made.results if id(each) in read]
+            return [result for made in part for result in made.results if id(result) in read]
 
         compute(operations, 0)
         values.update(after(value))
@@ -175,10 +175,10 @@ class Graph:
         Args:
             instead: For replaced operations, the values that the replacement reads.
         """
-        values, found = {id(each) for each in self.outputs}, []
+        values, found = {id(output) for output in self.outputs}, []
         for operation in reversed(self.operations):
             kept = bool(operation.equation.effects)
-            if kept or any(id(each) in values for each in operation.results):
+            if kept or any(id(result) in values for result in operation.results):
                 found.append(operation)
                 values |= {id(each) for each in instead.get(operation, operation.operands)}
         return found[::-1]
@@ -205,7 +205,7 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
         recomputed: Whether to look into calls of `jax.checkpoint`, whose operations are then
             recomputed where the graph is evaluated, too. Otherwise the calls are operations.
     """
-    inputs = [Atom(each.aval) for each in opened(jaxpr).invars]
+    inputs = [Atom(invar.aval) for invar in opened(jaxpr).invars]
     operations: list[Equation] = []
 
     def read(jaxpr: Any, inputs: list[Atom], within: tuple[Equation, ...]) -> list[Atom]:
@@ -228,7 +228,7 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
                 calls = (*within, operation) if again else within
                 results = read(inner, operation.operands, calls)
             else:
-                results = [Atom(each.aval, operation) for each in equation.outvars]
+                results = [Atom(outvar.aval, operation) for outvar in equation.outvars]
                 operation.results = results
                 operations.append(operation)
             known.update(zip(equation.outvars, results, strict=True))

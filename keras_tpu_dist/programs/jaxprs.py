@@ -220,12 +220,12 @@ def _inlined(inner: Any, equation: Any, operands: list, results: list, own: Any 
     assert len(set(own)) == len(own), "a replacement returns one value twice"
     outputs = dict(zip(own, results, strict=True))
     made = []
-    for each in inner.eqns:
-        each = each.replace(
-            invars=[a if isinstance(a, core.Literal) else names.get(a, a) for a in each.invars],
-            outvars=[outputs.get(v, v) for v in each.outvars],
+    for eqn in inner.eqns:
+        eqn = eqn.replace(
+            invars=[a if isinstance(a, core.Literal) else names.get(a, a) for a in eqn.invars],
+            outvars=[outputs.get(v, v) for v in eqn.outvars],
             source_info=equation.source_info,
         )
-        made.append(each)
-        names.update((v, w) for v, w in outputs.items() if w in each.outvars)
+        made.append(eqn)
+        names.update((v, w) for v, w in outputs.items() if w in eqn.outvars)
     return made

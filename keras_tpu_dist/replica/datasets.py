@@ -172,7 +172,9 @@ class DistributedDataset(TensorFlowNames):
 
     def _begun(self, iterator: "DistributedIterator") -> DeviceIterator:
         """Starts an iteration over the source."""
-        self._iterations = [each for each in self._iterations if each[0]() is not None]
+        self._iterations = [
+            iteration for iteration in self._iterations if iteration[0]() is not None
+        ]
         position = None
         if self._moved is not None and self._moved[1]() in (None, iterator):
             position, self._moved = self._moved[0], None
@@ -207,7 +209,9 @@ class DistributedDataset(TensorFlowNames):
 
     def _ended(self, iterator: "DistributedIterator") -> None:
         """Notes that an iteration has come to the end of the source."""
-        self._iterations = [each for each in self._iterations if each[0]() is not iterator]
+        self._iterations = [
+            iteration for iteration in self._iterations if iteration[0]() is not iterator
+        ]
 
     def keep_position(self) -> None:
         """Lets iterations record their position in the source; `LoopCheckpoint` calls it."""
@@ -269,7 +273,9 @@ class DistributedDataset(TensorFlowNames):
                 position = None
         living = self._living
         # The other ones, such as an evaluation around this call, go on where they are.
-        self._iterations = [each for each in self._iterations if each[0]() in living[1:]]
+        self._iterations = [
+            iteration for iteration in self._iterations if iteration[0]() in living[1:]
+        ]
         self._moved = position, lambda: None
         if living:
             self._moved = position, weakref.ref(living[0])

@@ -62,7 +62,7 @@ def axis_colour(axes: Iterable[str], names: Sequence[str]) -> str:
         names: The mesh axes, in the order of the mesh; other axes have no colour.
     """
     colours = axis_colours(names)
-    return next((colours[each] for each in axes if each in colours), NONE)
+    return next((colours[axis] for axis in axes if axis in colours), NONE)
 
 
 def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:

@@ -187,7 +187,7 @@ def pattern_of(paths: Iterable[str]) -> str:
         return known[0]
     if len({kind_of(each) for each in known}) == 1:
         numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", each) for each in known]
-        if len({len(each) for each in numbers}) == 1:
+        if len({len(number) for number in numbers}) == 1:
             return "".join(each[0] if len({*each}) == 1 else "*" for each in zip(*numbers))
         # The first of Keras's automatic names has no number.
         return kind_of(known[0]).replace("#", "*").replace("/", "*/")
@@ -227,7 +227,7 @@ def merged(texts: Iterable[str]) -> str:
     if len(known) == 1:
         return known[0]
     parts = [re.split(r"('[^']*'|\d+)", each) for each in known]
-    if len({len(each) for each in parts}) > 1:
+    if len({len(part) for part in parts}) > 1:
         return f"{known[0]}, and the like"
     return "".join(_merged_part([*dict.fromkeys(each)]) for each in zip(*parts))
 

@@ -54,7 +54,7 @@ class HostCopy:
         leaves, self._treedef = jax.tree.flatten(state)
         self._places = [(leaf.shape, leaf.sharding) for leaf in leaves]
         shards = [_distinct_shards(leaf) for leaf in leaves]
-        away = [data for each in shards for data in each.values() if not _is_in_host_memory(data)]
+        away = [data for shard in shards for data in shard.values() if not _is_in_host_memory(data)]
         places = [data.sharding.with_memory_kind("pinned_host") for data in away]
         moved = iter(jax.device_put(away, places))
         # NumPy is faster for arrays in host memory: 490 small arrays took 1 ms, and 24 ms with
@@ -62,9 +62,9 @@ class HostCopy:
         self._shards = [
             {
                 bounds: np.array(data) if _is_in_host_memory(data) else next(moved)
-                for bounds, data in each.items()
+                for bounds, data in shard.items()
             }
-            for each in shards
+            for shard in shards
         ]
 
     @property

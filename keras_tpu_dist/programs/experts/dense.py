@@ -389,7 +389,9 @@ class _Rows:
         found = dimensions(operation.equation)
         if found is None:
             raise _NotByRow
-        before: list[list[int | None]] = [[None] * len(each.shape) for each in operation.operands]
+        before: list[list[int | None]] = [
+            [None] * len(operand.shape) for operand in operation.operands
+        ]
         shape = operation.results[result].shape
         for each in found.mapped:
             if each.result != result or labels[each.to] is None:

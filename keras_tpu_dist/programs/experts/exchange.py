@@ -203,7 +203,7 @@ class _Exchange:
             if id(tokens) not in self._experts:
                 sent[id(tokens)] = tokens
         for operation in self._graph.operations:
-            if not any(id(each) in self._experts for each in operation.results):
+            if not any(id(result) in self._experts for result in operation.results):
                 sent |= {id(v): v for v in operation.operands if id(v) in self._experts}
         tokens_bytes = sum(map(_bytes, sent.values())) / axis_size(self._mesh, self._rows)
         return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())))
@@ -228,7 +228,7 @@ class _Exchange:
 
     def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         """The operands; split by rows if the operation mixes experts."""
-        if any(id(each) in self._experts for each in operation.results):
+        if any(id(result) in self._experts for result in operation.results):
             return arrays
         return [
             self._split_rows(array, self._rows_of(value, place), place)

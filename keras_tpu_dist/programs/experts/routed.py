@@ -120,7 +120,7 @@ def routed(
         return _on_device(compute, tokens, experts, whole, indices, count, 0, dtype)
     rows = indices.shape[0]
     short = -rows % where.size(where.tokens)
-    *tokens, indices = (padded_at_the_end(each, {0: short}) for each in (*tokens, indices))
+    *tokens, indices = (padded_at_the_end(token, {0: short}) for token in (*tokens, indices))
     by_token = PartitionSpec(where.tokens or None)
     by_expert = PartitionSpec(where.experts or None)
     specs = ([by_token] * len(tokens), [by_expert] * len(experts), [PartitionSpec()] * len(whole))
@@ -187,7 +187,7 @@ def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
         place = jnp.where(place < total, place, most)
     order = order[:most]
     group = Group(
-        tokens=[_spread(kind, each, order, place) for each in tokens],
+        tokens=[_spread(kind, token, order, place) for token in tokens],
         experts=experts,
         whole=whole,
         sizes=sizes,

@@ -51,7 +51,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         RowsExchanged: If the branch is that of an assigned layer, which can be traced differently.
     """
     conditionals = [e for e in _equations(equation) if e.primitive.name == "cond"]
-    branches = [branch for each in conditionals for branch in each.params["branches"]]
+    branches = [branch for conditional in conditionals for branch in conditional.params["branches"]]
     with spread.within(manual_axes(equation)):
         if not any(any_equation(branch, lambda e: _moves(e, spread)) for branch in branches):
             return None

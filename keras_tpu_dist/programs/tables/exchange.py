@@ -443,8 +443,10 @@ class Updates:
         self._lookups, self._rows = lookups, rows
         self._split = split = lookups[0].split
         together = axis_size(split.mesh, split.gathered or None)
-        self._asked = sum(each.places for each in lookups) * together
-        ids = sum(each.count for each in lookups) * axis_size(split.mesh, split.exchanged or None)
+        self._asked = sum(lookup.places for lookup in lookups) * together
+        ids = sum(lookup.count for lookup in lookups) * axis_size(
+            split.mesh, split.exchanged or None
+        )
         bound = _bound(ids * together, axis_size(split.mesh, split.rows or None))
         most = min(self._asked, split.rows_each)
         self._bound, self._may_overflow = min(most, bound), bound < most
@@ -478,7 +480,7 @@ class Updates:
         if not split.gathered and all(route.rows is not None for route in routes):
             table = rows_at(jnp.concatenate([route.rows for route in routes]), found.first)
         state = self._changed(state, found, [g for _, g in given], numbers, table)
-        if not (self._may_overflow or any(each.may_need_rounds for each in lookups)):
+        if not (self._may_overflow or any(lookup.may_need_rounds for lookup in lookups)):
             return state
 
         def body(number: Any, state: list) -> list:

@@ -101,9 +101,11 @@ def read(
     # Additions of rows to zeros of the table's shape: gradients of lookups.
     shape = graph.inputs[table].shape
     scatters = [
-        each
-        for each in operations
-        if each.name == "scatter-add" and each.results[0].shape == shape and _adds_rows(each)
+        operation
+        for operation in operations
+        if operation.name == "scatter-add"
+        and operation.results[0].shape == shape
+        and _adds_rows(operation)
     ]
     by_indices = {id(each.indices): each for each in lookups}
     found = Reading(lookups)
@@ -247,7 +249,7 @@ class _Update:
                 self._values[id(operation.results[0])] = _Where(zero=True)
                 update.append(operation)
             elif operation not in gathers and any(
-                id(each) in self._values for each in operation.operands
+                id(operand) in self._values for operand in operation.operands
             ):
                 self._add(operation)
                 if id(operation) not in paths or self._leads_on(operation, gathers):
@@ -278,9 +280,9 @@ class _Update:
 
     def _leads_on(self, operation: Equation, gathers: set) -> bool:
         """Whether other operations also read the results of one before a lookup."""
-        results = {id(each) for each in operation.results}
+        results = {id(result) for result in operation.results}
         return any(
-            other not in gathers and any(id(each) in results for each in other.operands)
+            other not in gathers and any(id(operand) in results for operand in other.operands)
             for other in self._operations
         )
 
@@ -307,8 +309,8 @@ class _Update:
     def _of(self, operation: Equation) -> _Where:
         """The content of the result in rows that were not looked up."""
         name = operation.name
-        operands = [self._where(each) for each in operation.operands]
-        zero = [each.zero for each in operands]
+        operands = [self._where(operand) for operand in operation.operands]
+        zero = [operand.zero for operand in operands]
         if name in _UNCHANGED:
             same = operation.operands[0].aval.dtype == operation.results[0].aval.dtype
             return operands[0] if same or zero[0] else _Where()
@@ -359,10 +361,12 @@ class _Update:
 
     def _check_readers(self, update: list, gathers: set, paths: set) -> None:
         """Raises `Refused` if other operations read the state that the update writes."""
-        known = {id(each) for each in update} | {id(each) for each in gathers} | paths
+        known = {id(each) for each in update} | {id(gather) for gather in gathers} | paths
         own = {id(self._graph.inputs[i]) for i in self._met}
         for operation in self._operations:
-            if id(operation) not in known and any(id(each) in own for each in operation.operands):
+            if id(operation) not in known and any(
+                id(operand) in own for operand in operation.operands
+            ):
                 raise Refused(f"its slots are also read by {operation.name}")
         returned = {place for place, own in self._outputs.items() if own in self._met}
         for place in returned:
@@ -382,7 +386,7 @@ def on_rows(reading: Reading, graph: Graph) -> Any:
         A function from rows of the state, the gradients of these rows for each lookup that has
         some, and scalars to the new rows of the state.
     """
-    leaves = [each.scatter for each in reading.lookups if each.scatter is not None]
+    leaves = [lookup.scatter for lookup in reading.lookups if lookup.scatter is not None]
 
     def update(state: list, gradients: list, numbers: list) -> list:
         values = {id(graph.inputs[i]): rows for i, rows in zip(reading.state, state, strict=True)}
@@ -399,7 +403,7 @@ def on_rows(reading: Reading, graph: Graph) -> Any:
 
         for operation in reading.update:
             like = state[0].shape
-            operands = [of(each, like) for each in operation.operands]
+            operands = [of(operand, like) for operand in operation.operands]
             params = operation.equation.params
             result = operands[0]
             if operation.name != "sharding_constraint":

@@ -234,7 +234,7 @@ class _Step:
         """The table by its width, if that takes less time than gathering it."""
         split, path, ids = table.split, table.variable.path, ids_of(reading)
         why = reading.dense or f"{ids} ids a step for {split.shape[0]} rows"
-        found = [each.gather for each in reading.lookups if each.gather is not None]
+        found = [lookup.gather for lookup in reading.lookups if lookup.gather is not None]
         item_bytes = found[0].results[0].aval.dtype.itemsize if found else 0
         if (
             trouble(split)
@@ -361,7 +361,7 @@ class _Used:
         reading, split = self._reading, self._split
         if not reading.changed:
             return {}
-        trained = [each for each in reading.lookups if each.scatter is not None]
+        trained = [lookup for lookup in reading.lookups if lookup.scatter is not None]
         routes = [self._route(each, value(each.indices)) for each in trained]
         updates = Updates(
             [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
@@ -384,7 +384,7 @@ class _Used:
                 self._gradients(ids, value(each.updates))
                 for each, (ids, _) in zip(trained, routes, strict=True)
             ],
-            [value(each) for each in reading.numbers],
+            [value(number) for number in reading.numbers],
         )
         return {
             id(reading.changed[i]): new

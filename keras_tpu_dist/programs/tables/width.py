@@ -111,12 +111,12 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
         table: The position of the table among its inputs.
         reading: How the step uses it.
     """
-    values, gathers = {id(graph.inputs[table])}, {each.gather for each in reading.lookups}
+    values, gathers = {id(graph.inputs[table])}, {lookup.gather for lookup in reading.lookups}
     shape = graph.inputs[table].shape
     for operation in graph.needed({}):
-        if operation in gathers or not any(id(each) in values for each in operation.operands):
+        if operation in gathers or not any(id(operand) in values for operand in operation.operands):
             continue
-        alike = [each for each in operation.results if each.shape == shape]
+        alike = [result for result in operation.results if result.shape == shape]
         # Scalars such as an optimizer's norms are computed from the parts.
         if not alike and not operation.name.startswith("reduce_"):
             return operation.name
@@ -143,11 +143,11 @@ class ByWidth:
     def replaced(self) -> dict[Equation, Instead]:
         """The replacements of operations."""
         found = {}
-        for each in self._reading.lookups:
-            if (gather := each.gather) is not None:
+        for lookup in self._reading.lookups:
+            if (gather := lookup.gather) is not None:
                 found[gather] = Instead(gather.operands, self._looking_up(gather))
-            if (scatter := each.scatter) is not None and each.updates is not None:
-                operands = [each.indices, each.updates]
+            if (scatter := lookup.scatter) is not None and lookup.updates is not None:
+                operands = [lookup.indices, lookup.updates]
                 found[scatter] = Instead(operands, self._adding_up(scatter))
         return found
 
@@ -214,7 +214,7 @@ class ByWidth:
 
 def ids_of(reading: Reading) -> int:
     """The number of ids that a step looks up in a table."""
-    return sum(math.prod(each.indices.shape) for each in reading.lookups)
+    return sum(math.prod(lookup.indices.shape) for lookup in reading.lookups)
 
 
 def _axes(split: TableSplit) -> tuple[str, ...]:

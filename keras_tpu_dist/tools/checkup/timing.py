@@ -165,7 +165,7 @@ def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str
     estimated: dict[str, tuple[float, float] | None] = {}
     if run is not None and profile is not None:
         beside = run.compare(profile)
-        estimated = {each.name: each.estimated for each in (*beside.layers, *beside.collectives)}
+        estimated = {layer.name: layer.estimated for layer in (*beside.layers, *beside.collectives)}
     figures["by layer"] = [
         {"name": name, "measured": seconds, "estimated": estimated.get(name)}
         for name, seconds in times.items()

@@ -241,8 +241,10 @@ def _is_compiled(entry: dict[str, Any]) -> bool:
     sized = not memory if entry["error"] else set(memory) >= _MEMORY
     return (
         sized
-        and all(isinstance(each, str) for each in (*texts, *stacks))
-        and all(type(each) in (int, float) and each >= 0 for each in (*numbers, *memory.values()))
+        and all(isinstance(text, str) for text in (*texts, *stacks))
+        and all(
+            type(number) in (int, float) and number >= 0 for number in (*numbers, *memory.values())
+        )
     )
 
 

@@ -203,8 +203,13 @@ def _of_a_step(cost_of: ProgramCost, steps: int) -> ProgramCost:
         flops_by_rate=tuple((rate, share(flops)) for rate, flops in cost_of.flops_by_rate),
         layers=tuple(map(of_layer, cost_of.layers)),
         collectives=tuple(
-            replace(each, times=each.times / steps if each.times % steps else each.times // steps)
-            for each in cost_of.collectives
+            replace(
+                collective,
+                times=collective.times / steps
+                if collective.times % steps
+                else collective.times // steps,
+            )
+            for collective in cost_of.collectives
         ),
     )
 

@@ -361,7 +361,7 @@ def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     """The name of the cause that ended a process, and a description."""
     if end.code < 0 and not (aborted and end.failure is not None):
         number = -end.code
-        known = number in {each.value for each in signal.Signals}  # not a real-time signal
+        known = number in {Signal.value for Signal in signal.Signals}  # not a real-time signal
         name = signal.Signals(number).name if known else f"signal {number}"
         return name, f"killed by {name}"
     if end.code == EXIT_TERMINATED:

@@ -301,7 +301,7 @@ class _Compiled:
         self._answer = self._compile({})
         program = parse(self._answer["text"])
         self.instructions = sum(len(computation.instructions) for computation in program)
-        self.kernels = tuple(sorted({kernel_name(each) for each in self._launch.kernels}))
+        self.kernels = tuple(sorted({kernel_name(kernel) for kernel in self._launch.kernels}))
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
         job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}

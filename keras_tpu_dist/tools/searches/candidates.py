@@ -117,7 +117,7 @@ def _layout_code(layout: Any) -> str:
         return repr(layout) if isinstance(layout, list) else "layout"
     options = [f"{f.name}={getattr(layout, f.name)!r}" for f in fields(layout)[1:]]
     usual = [f"{f.name}={f.default!r}" for f in fields(layout)[1:]]
-    other = [each for each in options if each not in usual]
+    other = [option for option in options if option not in usual]
     kind = json.dumps(layout.kind)
     return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
 

@@ -437,10 +437,11 @@ def looked_up(placed: Placed) -> float:
     """Seconds to look all ids up in tables by their width, and to add up their gradients."""
     return sum(
         # A row takes as long as gathering some bytes.
-        2 * placed.ground.seconds("all-gather", width.BYTES_PER_ROW * each.ids * placed.batches, s)
-        for each in placed.facts.lookups
-        if each.weight in placed.by_width
-        for s in [placed.stored(each.weight)]
+        2
+        * placed.ground.seconds("all-gather", width.BYTES_PER_ROW * lookup.ids * placed.batches, s)
+        for lookup in placed.facts.lookups
+        if lookup.weight in placed.by_width
+        for s in [placed.stored(lookup.weight)]
     )
 
 

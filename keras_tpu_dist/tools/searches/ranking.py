@@ -286,7 +286,7 @@ class Ranking(Page):
         """The memory of a compiled candidate as a bar, on one scale for all."""
         if tried.run is None:
             return TableCell("")
-        whole = max(_scale(each.run) for each in self.candidates if each.run)
+        whole = max(_scale(candidate.run) for candidate in self.candidates if candidate.run)
         limit = tried.run.limit_bytes
         mark, share = None if limit is None else limit / whole, tried.memory_bytes / whole
         part = (share, NONE, size_text(tried.memory_bytes))
@@ -307,7 +307,9 @@ class Ranking(Page):
         if not any(point.seconds for point in points):
             why = "no candidate fits" if any(not p.fits for p in points) else "none has times"
             return [f"<p>{why}: step time is not drawn</p>"]
-        limits = {each.run.limit_bytes for each in self.candidates if each.run is not None}
+        limits = {
+            candidate.run.limit_bytes for candidate in self.candidates if candidate.run is not None
+        }
         limit = limits.pop() if len(limits) == 1 else None
         far = (limit or 0) > _FAR * max(point.bytes for point in points)
         keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
@@ -377,7 +379,7 @@ def grouped_table(
             have as many.
         leave_out: The columns to leave out if the terminal is too narrow, in this order.
     """
-    found = [cells_of_one(each) for each in candidates]
+    found = [cells_of_one(candidate) for candidate in candidates]
     names = [name for name in columns if any(cells[name] for cells in found)]
     if len({cells["rows"] for cells in found}) == 1 and "rows" in names:
         names.remove("rows")

@@ -120,12 +120,12 @@ class SliceRanking(Page):
     @property
     def best(self) -> OnSlice | None:
         """The cheapest that fits: by price, or by chips times seconds; `None` if nothing fits."""
-        return next((each for each in self.candidates if each.fits), None)
+        return next((candidate for candidate in self.candidates if candidate.fits), None)
 
     @property
     def fastest(self) -> OnSlice | None:
         """The one with most rows a second, or `None` if nothing fits."""
-        timed = [each for each in self.candidates if each.fits and each.step_s]
+        timed = [candidate for candidate in self.candidates if candidate.fits and candidate.step_s]
         best = [each for each in timed if rank(each.tried)[:2] == rank(timed[0].tried)[:2]]
         return min(best, key=lambda each: each.tried.seconds_a_row, default=None)
 
@@ -154,24 +154,24 @@ class SliceRanking(Page):
             "prices": dict(self.prices),
             "candidates": [
                 {
-                    "topology": each.topology.name,
-                    "chips": each.topology.num_chips,
-                    "strategy": str(each.tried.candidate),
-                    "rows": each.tried.rows,
-                    "step_s": each.step_s,
-                    "chip_seconds": each.chip_seconds,
-                    "price_per_million_rows": _price_of_a_million(each),
-                    "fits": each.fits,
-                    "error": each.tried.error,
+                    "topology": candidate.topology.name,
+                    "chips": candidate.topology.num_chips,
+                    "strategy": str(candidate.tried.candidate),
+                    "rows": candidate.tried.rows,
+                    "step_s": candidate.step_s,
+                    "chip_seconds": candidate.chip_seconds,
+                    "price_per_million_rows": _price_of_a_million(candidate),
+                    "fits": candidate.fits,
+                    "error": candidate.tried.error,
                 }
-                for each in self.candidates
+                for candidate in self.candidates
             ],
             "rankings": [ranking.to_dict() for ranking in self.rankings],
         }
 
     def __str__(self) -> str:
         columns = list(_IN_TEXT)
-        if len({each.tried.rows for each in self.candidates}) == 1:
+        if len({candidate.tried.rows for candidate in self.candidates}) == 1:
             columns.remove("chip-s/1k rows")
         # With prices, these follow from others.
         first = ("chip-s/1k rows", "chips x step") if self.prices else ()
@@ -203,8 +203,8 @@ class SliceRanking(Page):
 
     def _table(self, without: Sequence[str] = ()) -> tuple[tuple[str, ...], list[list[TableCell]]]:
         """Header and rows, without columns that are empty or follow from others."""
-        rows = [_cells(each) for each in self.candidates]
-        if len({each.tried.rows for each in self.candidates}) == 1:
+        rows = [_cells(candidate) for candidate in self.candidates]
+        if len({candidate.tried.rows for candidate in self.candidates}) == 1:
             without = (*without, "chip-s/1k rows")
         shown = [name for name in _COLUMNS if name not in without]
         names = [name for name in shown if any(row[name].text for row in rows)]

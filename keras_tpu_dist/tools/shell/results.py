@@ -20,7 +20,7 @@ class SliceTable(Printed):
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The slices as plain data."""
-        return [each.to_dict() for each in self.slices]
+        return [slice_.to_dict() for slice_ in self.slices]
 
     def __str__(self) -> str:
         header = ("slice", "type", "chips", "devices", "hosts")

@@ -119,11 +119,11 @@ def _folders_within(folders: Sequence[Path], name: str) -> list[Path] | None:
 
 def _unknown(folders: Sequence[Path]) -> bool:
     """Whether a package chooses its folders when it is imported, or has some in a zip file."""
-    starts = [each / "__init__.py" for each in folders]
-    chosen = any(b"__path__" in each.read_bytes() for each in starts if each.is_file())
+    starts = [folder / "__init__.py" for folder in folders]
+    chosen = any(b"__path__" in start.read_bytes() for start in starts if start.is_file())
     # Python remembers folders that are gone: those are in no file.
-    return chosen or any(any(map(Path.is_file, each.parents)) for each in folders)
+    return chosen or any(any(map(Path.is_file, folder.parents)) for folder in folders)
 
 
 def _names(folders: Iterable[Path], prefix: str = "") -> list[str]:
-    return [each.name for each in pkgutil.iter_modules(map(str, folders), prefix)]
+    return [module.name for module in pkgutil.iter_modules(map(str, folders), prefix)]
