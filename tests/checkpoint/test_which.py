@@ -454,7 +454,8 @@ def test_heads_that_the_user_named_are_not_shifted(strict, tmp_path):
     one = heads(1)
     one.compile("sgd", "mse")
     x = np.ones((4, 2), "float32")
-    one.fit(x, [x, x], verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    one.fit(x, [x, x], verbose=0, callbacks=[saved])
     other = heads(2)
     kept = numbers(other.get_layer("task_3"))
     if strict:
