@@ -543,7 +543,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
 
         Returns:
             An iterator. It runs the next launch, and yields the number of steps so far and the
-            results: the structure that `fn` returned, with a `PerReplica` for every array.
+            structure that `fn` returned, with a `PerReplica` for every array.
 
         Raises:
             ValueError: If `run` raises it.

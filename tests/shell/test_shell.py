@@ -411,7 +411,7 @@ def test_devices_or_a_slice(command, model, capsys):
     assert main([command, model, "--devices", "8", *SLICE]) == 2
     assert "Use only one of them" in capsys.readouterr().err
     assert main([command, model, "--devices", "0", "--mesh", "data=8"]) == 2
-    assert "must be a positive integer" in capsys.readouterr().err
+    assert "num_devices of simulate is a whole number of at least 1" in capsys.readouterr().err
     assert main([command, model]) == 2
     assert f"A function for {command} must return (model, strategy)" in capsys.readouterr().err
 
