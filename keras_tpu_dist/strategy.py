@@ -982,7 +982,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             minutes: The approximate time limit.
 
         Returns:
-            A `Check`: `print` it, or look at `check.ok` and `check.problems`.
+            A `Check`. You can `print` it, or look at `check.ok` and `check.problems`.
 
         Raises:
             ValueError: If an argument is wrong, the model has no step that can be compared, or the
