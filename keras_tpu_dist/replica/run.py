@@ -78,7 +78,9 @@ class ReplicaCode:
     ) -> Any:
         """See `TPUStrategy.run`."""
         self._check_run(strategy, fn, args, kwargs, options)
-        check_steps("run", outputs, steps=steps)
+        # The usual call passes no checks; `True` is no number of steps.
+        if (type(steps), steps, outputs) != (int, 1, "last"):
+            check_steps("run", outputs, steps=steps)
         launch, every = self._launch_of(strategy, fn, options), outputs == "all"
         iterator = iterator_among(args, kwargs or {})
         if iterator is not None:
