@@ -59,7 +59,8 @@ def model_page() -> str:
     from keras_tpu_dist.show.page import document
 
     strategy = ktd.TPUStrategy(MESH, "tensor_parallel")
-    model = decoder()
+    with strategy.scope():
+        model = decoder()
     parts = [strategy.show(model)._repr_html_(), strategy.explain(model)._repr_html_()]
     return document("decoder: which device holds what", parts)
 

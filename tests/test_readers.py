@@ -110,8 +110,10 @@ MAY_SET = {
     ("_keras/building.py", "setattr(keras.Variable, name, chosen)"): "a class's own names",
     ("_keras/building.py", "delattr(keras.Variable, name)"): "a class's own names",
     ("_keras/building.py", "setattr(keras.Variable, name, own)"): "a class's own names",
-    ("_keras/calls.py", "setattr(routed, marker, True)"): "a word of the caller",
-    ("_keras/calls.py", "setattr(kind, name, routed)"): "a word of the caller",
+    (
+        "_keras/calls.py",
+        "setattr(kind, name, _routed(stock, name, {**wrappers, place: around}))",
+    ): "a word of the caller",
     ("_keras/trainer.py", "setattr(model, f'{kind}_function', None)"): "one of _GROUPS",
     ("_keras/marks.py", "object.__setattr__(target, self.attribute, value)"): "the mark's own",
     ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
