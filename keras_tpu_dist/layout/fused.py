@@ -20,9 +20,15 @@ import keras
 from jax import lax
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
-
-_SAME = ("convert_element_type", "copy")
+from keras_tpu_dist.programs.graph import (
+    SAME_VALUES,
+    Atom,
+    Equation,
+    Graph,
+    Instead,
+    graph_of,
+    root_of,
+)
 
 # Constrains the layout of the array of a weight that is reshaped.
 Laid = Callable[[Atom, Any], Any]
@@ -73,7 +79,7 @@ class Fused:
         made = self.product.results[0].aval.dtype
         weights = [weight for weight, _ in self.views()]
         own = set(map(id, weights))
-        others = [operand for operand in self.product.operands if id(_root(operand)) not in own]
+        others = [operand for operand in self.product.operands if id(root_of(operand)) not in own]
         # By the calls of `jax.checkpoint` that the ends are in.
         computed: dict[tuple[Equation, ...], Any] = {}
 
@@ -127,7 +133,7 @@ class Fused:
         }
         operands = [
             arranged[id(root)].astype(operand.aval.dtype)
-            if id(root := _root(operand)) in arranged
+            if id(root := root_of(operand)) in arranged
             else values[id(operand)]
             for operand in self.product.operands
         ]
@@ -262,7 +268,7 @@ def _features(
             bias = _bias(user, value, weights)
             if bias is None:
                 break
-        elif user.name not in _SAME:
+        elif user.name not in SAME_VALUES:
             break
         value = user.results[0]
     return value, bias
@@ -288,7 +294,7 @@ def _multiplied(
     product: Equation, weights: Container[int], scales: Scales
 ) -> tuple[Atom | None, tuple[Atom, ...]]:
     """The kernel that an operation multiplies its first operand by, and the kernel's scales."""
-    roots = list(map(_root, product.operands))
+    roots = list(map(root_of, product.operands))
     if product.name == "dot_general":
         summed = ((len(roots[0].shape) - 1,), (0,)), ((), ())
         dims = product.equation.params["dimension_numbers"]
@@ -314,7 +320,7 @@ def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | No
             and len(operation.operands[0].shape) > 0
             and operation.equation.params["broadcast_dimensions"][-1] == last
         )
-        if not repeats and operation.name not in (*_SAME, "reshape"):
+        if not repeats and operation.name not in (*SAME_VALUES, "reshape"):
             return None
         other = operation.operands[0]
     is_bias = other is not None and _id(other) in weights and other.shape == value.shape[-1:]
@@ -341,12 +347,6 @@ def _factors(end: Equation, value: Atom) -> tuple[int, ...] | None:
 
 def _in_parts(features: int, size: int) -> tuple[int, int] | None:
     return (features // size, size) if 0 < size < features and not features % size else None
-
-
-def _root(value: Atom) -> Atom:
-    while value.operation is not None and value.operation.name in _SAME:
-        value = value.operation.operands[0]
-    return value
 
 
 def _id(value: Atom) -> int:

@@ -16,9 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
-
-_SAME = ("convert_element_type", "copy")
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of, root_of
 
 
 def note_low_rank(model: Any) -> None:
@@ -146,7 +144,5 @@ def _low_rank(product: Equation, side: int, operand: Atom) -> LowRank | None:
 
 def _made_by(atom: Atom, name: str) -> Equation | None:
     """The operation of this name that makes a value, apart from its dtype."""
-    while atom.operation is not None and atom.operation.name in _SAME:
-        (atom,) = atom.operation.operands
-    made = atom.operation
+    made = root_of(atom).operation
     return made if made is not None and made.name == name else None

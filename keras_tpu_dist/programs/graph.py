@@ -11,6 +11,9 @@ from jax.extend import core
 from keras_tpu_dist.programs.calls import is_recomputed, program_of
 from keras_tpu_dist.programs.jaxprs import constants_of, inner_jaxprs, opened, with_inputs
 
+# Operations that pass their operand's values on.
+SAME_VALUES = ("convert_element_type", "copy")
+
 
 @dataclass(eq=False, repr=False)
 class Atom:
@@ -195,6 +198,13 @@ class Instead:
 
     operands: list[Atom]
     compute: Callable[[list[Any]], list[Any]]
+
+
+def root_of(value: Atom) -> Atom:
+    """Where a value comes from, apart from its dtype."""
+    while value.operation is not None and value.operation.name in SAME_VALUES:
+        value = value.operation.operands[0]
+    return value
 
 
 def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
