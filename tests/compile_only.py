@@ -24,7 +24,7 @@ def lower(build, strategy, *, batch_size, mode="train", platform="tpu", **inputs
 def compiled_for_tpu(strategy, function, args, topology):
     """The program that `strategy.run` made on simulated devices, compiled for a slice."""
     call = prepare(args, {}, ktd.RunOptions(), strategy)
-    program = strategy._programs_of(function)[call.key][-1]
+    program = strategy.replica_code._programs_of(function)[call.key][-1]
     run, arguments = program.with_arguments(call)
     exported = jax.export.export(run, platforms=["tpu"])(*arguments)
     slice_ = ktd.Topology.parse(topology)

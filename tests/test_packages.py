@@ -190,7 +190,7 @@ def _not_names(node):
 
 # The folder of the seam; names of Python, of named tuples and of `os`; ends of names of our own;
 # marks that we put on objects.
-PYTHONS = {"_keras", "_replace", "_fields", "_asdict", "_exit"}
+PYTHONS = {"_keras", "_replace", "_fields", "_asdict", "_exit", "_current_frames"}
 ENDS = {"_a", "_b", "_zero", "_of_"}
 OURS = "_keras_tpu_dist_"
 

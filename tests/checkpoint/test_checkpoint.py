@@ -366,15 +366,15 @@ def test_sigterm_after_the_last_launch_is_passed_on(method, n, tmp_path, termina
 
 
 def test_sigterm_while_the_last_checkpoint_is_written(tmp_path, terminated, monkeypatch):
-    wait = Store.wait
+    close = Store.close
 
-    def waits(store):
+    def closes(store, **options):
         signal.raise_signal(signal.SIGTERM)
         assert not terminated
-        wait(store)
+        close(store, **options)
 
     saved = ktd.callbacks.Checkpoint(tmp_path)
-    monkeypatch.setattr(Store, "wait", waits)
+    monkeypatch.setattr(Store, "close", closes)
     made(ktd.TPUStrategy()).fit(**INPUTS["arrays"](), verbose=0, callbacks=[saved])
     monkeypatch.undo()
     assert terminated == [signal.SIGTERM]
