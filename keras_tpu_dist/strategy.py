@@ -1066,9 +1066,9 @@ def _check_no_word(mesh: Any) -> None:
         instead = tensorflow_names.of_argument("TPUStrategy", "tpu")
         if mesh in PLANS:
             instead = f"A plan is a layout: write TPUStrategy(layout={mesh!r})."
-        elif ":" in mesh and "/" not in mesh:
+        elif _is_slice(mesh):
             instead = f"To use a slice without its chips, write TPUStrategy(topology={mesh!r})."
-        elif mesh.isidentifier() and mesh != "local":
+        elif mesh.isidentifier() and mesh not in ("local", "tpu"):
             instead = f"Write TPUStrategy({{{mesh!r}: -1}}) for an axis; for a TPU: {instead}"
     if instead is not None:
         raise value_error(
@@ -1076,6 +1076,15 @@ def _check_no_word(mesh: Any) -> None:
             received={"mesh": mesh},
             fix=instead,
         )
+
+
+def _is_slice(name: str) -> bool:
+    """Whether a text is the name of a slice, or written like one."""
+    try:
+        Topology.parse(name)
+    except ValueError:
+        return ":" in name and "/" not in name
+    return True
 
 
 def _check_environment() -> None:

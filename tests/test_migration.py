@@ -265,7 +265,10 @@ def test_arguments_say_what_to_write(of):
     [
         (lambda: ktd.TPUStrategy("tensor_parallel"), r"layout='tensor_parallel'"),
         (lambda: ktd.TPUStrategy("v5e:4x4"), r"topology='v5e:4x4'"),
+        (lambda: ktd.TPUStrategy("v5e-8"), r"topology='v5e-8'"),
         (lambda: ktd.TPUStrategy("local"), "JAX finds the chips"),
+        (lambda: ktd.TPUStrategy("tpu"), r"mesh='tpu'. Leave it out: JAX finds the chips"),
+        (lambda: ktd.TPUStrategy(plan="fsdp"), r"Did you mean layout='fsdp'\?"),
         (lambda: ktd.TPUStrategy(iterations_per_loop=100), "steps_per_execution=N"),
         (lambda: ktd.TPUConfig(100, num_shards=8, num_cores_per_replica=2), '"model": N'),
         (lambda: ktd.callbacks.Checkpoint("x", save_checkpoints_steps=9), "every_steps="),

@@ -135,6 +135,12 @@ SECONDS = above_zero("seconds", "600.0", below=threading.TIMEOUT_MAX)
 PositiveInt = Annotated[int, whole(1)]
 NaturalInt = Annotated[int, whole(0)]
 Seconds = Annotated[float, SECONDS]
+# Our arguments, and what others call them.
+_OTHER_WORDS = {
+    "layout": ("plan", "rules", "layout_map", "sharding", "partition"),
+    "mesh": ("device_mesh", "axes", "shape", "mesh_shape"),
+    "topology": ("slice", "slice_type", "accelerator", "accelerator_type"),
+}
 # These types declare their check.
 _OF_TYPES: dict[Any, Requirement] = {bool: FLAG, str: TEXT}
 
@@ -239,11 +245,13 @@ def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
         return message(
             f"{name}= is TensorFlow's, and {owner} has none.", received={name: value}, fix=instead
         )
+    ours = next((ours for ours, others in _OTHER_WORDS.items() if name in others), None)
+    use = f"Use {', '.join(names)}."
     return message(
         f"{owner} does not have this argument.",
         received={name: value},
-        fix=f"Use {', '.join(names)}.",
-        name=name,
+        fix=f"Did you mean {ours}={value!r}? {use}" if ours in names else use,
+        name=None if ours in names else name,
         choices=names,
     )
 

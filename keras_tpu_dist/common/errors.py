@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 _LONGEST_NAME = 400
 
 
-def did_you_mean(name: str, choices: Iterable[object]) -> str:
+def did_you_mean(name: str, choices: Iterable[object], likeness: float = 0.5) -> str:
     """A sentence that names the nearest valid spelling, or nothing.
 
     Args:
         name: The name that the user wrote.
         choices: The valid names.
+        likeness: How alike the two must be, from 0 to 1.
 
     Returns:
         `" Did you mean 'data'?"`, with a leading space, or `""` if nothing is near.
@@ -20,7 +21,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
     if len(str(name)) > _LONGEST_NAME:
         return ""
     lowered = {str(choice).lower(): str(choice) for choice in choices}
-    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=likeness)
     return f" Did you mean {lowered[near[0]]!r}?" if near else ""
 
 

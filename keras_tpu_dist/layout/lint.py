@@ -398,14 +398,34 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
         )
         for name, size in setting.mesh.shape.items()
         if size > 1 and name not in used
+    ] + [
+        Finding(
+            "info",
+            "axis-name",
+            name,
+            f"The plan splits weights over it, as over any axis that splits no batch. {question}",
+            "It trains under this name; rules must write the same.",
+        )
+        for name in setting.mesh.axis_names
+        if name in used
+        and placement.plan is not None
+        and (question := _usual_axis(name, setting, 0.75))
     ]
 
 
 def _nearest_axis(name: str, setting: Setting) -> str:
     """The start of the fix: a question if the axis is named almost like a data axis."""
-    usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS} - {*setting.mesh.axis_names}
-    hint = did_you_mean(name, sorted(usual)).strip()
+    hint = _usual_axis(name, setting)
     return f"{hint} Otherwise give" if hint else "Give"
+
+
+def _usual_axis(name: str, setting: Setting, likeness: float = 0.5) -> str:
+    """A question, if an axis is named almost like a usual one that the mesh does not have."""
+    usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS, "model"}
+    if any(other in name for other in usual):  # "model_1", "data2"
+        return ""
+    usual -= {*setting.mesh.axis_names}
+    return did_you_mean(name, sorted(usual), likeness).strip()
 
 
 def _no_data_axis(setting: Setting) -> list[Finding]:

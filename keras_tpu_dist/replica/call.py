@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.processes.arrays import put, whole
+from keras_tpu_dist.replica.advice import check_no_graph
 from keras_tpu_dist.replica.datasets import DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, Steps, check_owner
@@ -265,6 +266,8 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         )
     if isinstance(value, (int, float, complex)):
         return Leaf(value)
+    if type(value).__name__ == "SymbolicTensor":
+        check_no_graph()
     if is_key(value):
         data = _whole_leaf(jax.random.key_data(value), None, options, strategy)
         return replace(data, generator=jax.random.key_impl(value))

@@ -20,6 +20,7 @@ from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.replica.advice import advise, check_no_graph
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
@@ -231,6 +232,7 @@ class ReplicaProgram:
 
     def _settle(self, call: Call) -> _Attempt:
         """Traces until all variables of the function are inputs, and combined as they must be."""
+        check_no_graph()
         membership.adopt_all(self._strategy)
         known: list[Any] = []
         combine: set[int] = set()
@@ -244,6 +246,9 @@ class ReplicaProgram:
             try:
                 values = _keras.values_of(inputs.consumed)
                 traced = attempt.function.trace(self._inputs(call, inputs), values)
+            except Exception as error:
+                advise(error)
+                raise
             finally:
                 # If code leaves a stateless scope outside of a trace, it initializes the variables
                 # that were created in it, even after an exception.

@@ -21,6 +21,7 @@ from keras_tpu_dist.tools.dryrun import compile as dryrun_compile
 from keras_tpu_dist.tools.dryrun import run as dryrun
 from keras_tpu_dist.tools.dryrun import worker as dryrun_worker
 from keras_tpu_dist.tools.dryrun.diff import diff
+from keras_tpu_dist.tools.dryrun.inputs import check_asked
 from keras_tpu_dist.tools.dryrun.run import dry_run
 from keras_tpu_dist.tools.hlo import parse
 from keras_tpu_dist.tools.searches import compare as comparison
@@ -1207,3 +1208,17 @@ def test_predict_of_a_model_that_is_not_compiled():
 def test_a_model_and_a_strategy_are_asked_for(build, strategy):
     with pytest.raises(ValueError, match=r"takes a function that builds a model.*TPUStrategy\("):
         ktd.dry_run(build, strategy(), batch_size=8)
+
+
+def test_without_a_strategy_it_is_the_models_or_the_one_in_scope():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        model = mlp()
+    alone = mlp()
+    assert check_asked(model, None) is strategy
+    with strategy.scope():
+        assert check_asked(alone, None) is strategy
+        assert check_asked(mlp, None, "verify") is strategy
+    for ask in (ktd.dry_run, ktd.verify, ktd.largest_batch):
+        with pytest.raises(ValueError, match=rf"^{ask.__name__} takes .*strategy=None\. Write "):
+            ask(alone, batch_size=8) if ask is not ktd.largest_batch else ask(alone)

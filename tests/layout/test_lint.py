@@ -142,6 +142,19 @@ def test_mesh_axis_that_nothing_uses():
     assert "2 devices do the same work" in found.words
 
 
+def test_an_axis_that_is_named_almost_as_usual():
+    mesh = {"data": 2, "modle": 4}
+    model, strategy = outside(None, mesh=mesh)
+    assert finding(strategy.lint(model), "unused-axis").fix.startswith("Did you mean 'model'?")
+    model, strategy = outside("tensor_parallel", mesh=mesh)
+    found = finding(strategy.lint(model), "axis-name")
+    assert (found.severity, found.path) == ("info", "modle")
+    assert "Did you mean 'model'?" in found.words
+    for usual in ({"data": 2, "model": 4}, {"data": 2, "model_1": 4}, {"data": 2, "tensor": 4}):
+        model, strategy = outside("tensor_parallel", mesh=usual)
+        assert not [f for f in strategy.lint(model).findings if f.code == "axis-name"], usual
+
+
 def test_an_axis_that_splits_an_output_is_used():
     def annotated():
         model = mlp()

@@ -43,6 +43,45 @@ def rows():
     return np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: float(x.mean()), "Return it, and convert it outside"),
+        (lambda x: x.mean().numpy(), "Return it, and convert it outside"),
+        (lambda x: np.asarray(x), "Return it, and convert it outside"),
+        (lambda x: x if x.mean() > 0 else -x, "Write keras.ops.where"),
+        (lambda x: keras.ops.shape(x)["rows"], None),
+    ],
+    ids=["float", "numpy", "asarray", "if", "another"],
+)
+def test_an_error_of_a_traced_value_says_what_to_write(pairs, step, words):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - JAX's own
+        pairs.run(step, (np.ones((4, 2), "float32"),))
+    notes = " ".join(getattr(caught.value, "__notes__", []))
+    assert words in notes if words else "strategy.run" not in notes
+
+
+@pytest.mark.slow  # imports TensorFlow
+def test_a_step_of_tensorflow_is_answered(pairs):
+    import tensorflow as tf
+
+    weights = keras.Variable(np.ones(2, "float32"))
+
+    def taped(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(x * weights.value)
+        return tape.gradient(loss, [weights])
+
+    for step in (taped, tf.function(lambda x: x + 1)):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - TensorFlow's own
+            pairs.run(step, (np.ones((4, 2), "float32"),))
+        assert "jax.value_and_grad over model.stateless_call" in " ".join(caught.value.__notes__)
+    for args in ((np.ones((4, 2), "float32"),), ()):
+        outer = tf.function(lambda *args: pairs.run(lambda *a: jnp.ones(2), args), autograph=False)
+        with pytest.raises(RuntimeError, match=r"outside of tf\.function.*Remove @tf\.function"):
+            outer(*args)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_of_the_values_given_to_stateless_call(pairs, way):
     def gradients(model):

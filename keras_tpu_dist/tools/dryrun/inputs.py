@@ -14,23 +14,32 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.tools.dryrun.open_sizes import filled
+from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.protocol import Strategy
 
 
-def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> None:
+def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> Strategy:
     """Raises a `ValueError` unless a model and a strategy are given.
 
     Args:
         build: A function that makes a model, or a model.
-        strategy: The strategy.
+        strategy: The strategy, or `None` for the one that the model belongs to, or that is in
+            scope.
         caller: The function that got them.
+
+    Returns:
+        The strategy.
     """
+    if strategy is None:
+        member = membership.of_model(build) if isinstance(build, keras.Model) else None
+        strategy = _keras.active_strategy() if member is None else member.strategy
     if not callable(build) or not hasattr(strategy, "placer"):
         raise value_error(
             f"{caller} takes a function that builds a model, or a model, and a TPUStrategy.",
             received={"build": build, "strategy": strategy},
             fix=f'Write {caller}(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
         )
+    return strategy
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ Progress = Callable[[str], None]
 
 def dry_run(
     build: Build,
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     x: Any = None,
     y: Any = None,
@@ -74,7 +74,8 @@ def dry_run(
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
             model, which is not changed.
-        strategy: A `TPUStrategy`, usually with `topology="v5e:16x16"`.
+        strategy: A `TPUStrategy`, usually with `topology="v5e:16x16"`. Defaults to the one that
+            the model belongs to, or that is in scope.
         x: The input: an array, `jax.ShapeDtypeStruct((1, 512), "int32")`, or a structure of them.
             `batch_size` replaces the number of its rows. Defaults to the model's declared inputs.
         y: The target, likewise. By default it is derived from the model's outputs and its loss.
@@ -122,12 +123,12 @@ def dry_run(
     (True, [('data',)])
     """
     require("dry_run", whole(1), True, sequence_length=sequence_length)
+    strategy = check_asked(build, strategy)
     step = Subject(build, strategy, 1, Inputs(x, y, sample_weight, sequence_length), mode)
     measured = checked_calibration(calibration)
     how = How(effort, timeout, calibration=measured, progress=progress)
     require("dry_run", FLAG, verify=verify)
     if batch_size is None:
-        check_asked(build, strategy)
         run = _of_the_largest(step, how)
     else:
         run = run_once(replace(step, batch_size=batch_size), replace(how, thorough=True))

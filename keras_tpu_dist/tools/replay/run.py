@@ -62,7 +62,7 @@ ROUNDING_PASSES = (
 
 def verify(
     build: Build,
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     batch_size: int,
     x: Any = None,
@@ -91,7 +91,7 @@ def verify(
             model, which is not changed. It runs here, so use one that fits into your memory: fewer
             layers of the same kinds make the same kinds of programs.
         strategy: A `TPUStrategy` for a slice, with `topology="v5e:2x4"`. Up to 16 chips are
-            practical.
+            practical. Defaults to the one that the model belongs to, or that is in scope.
         batch_size: The global batch size.
         x: The input: arrays, whose rows are used in turn, or their shapes. By default random
             numbers for the inputs that the model declares.
@@ -129,7 +129,8 @@ def verify(
     True
     """
     started = time.perf_counter()
-    _check(build, strategy, mode, steps, as_on_chip, timeout)
+    strategy = check_asked(build, strategy, "verify")
+    _check(strategy, mode, steps, as_on_chip, timeout)
     given = Given(x, y, sample_weight, sequence_length, batch_size)
     step = Subject(build, strategy, batch_size, given, mode)
     with stages(f"verify, {mode}", 4) as begin:
@@ -178,9 +179,8 @@ def _ragged_products_as_products() -> Iterator[None]:
 
 
 def _check(
-    build: Build, strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
+    strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
 ) -> None:
-    check_asked(build, strategy, "verify")
     require("verify", SECONDS, timeout=timeout)
     require("verify", FLAG, as_on_chip=as_on_chip)
     require("verify", one_of(*_MODES), mode=mode)

@@ -16,7 +16,7 @@ from keras_tpu_dist.show.page import Page, code, document
 from keras_tpu_dist.show.text import html_table, size_text, text_table
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
-from keras_tpu_dist.tools.dryrun.inputs import Inputs
+from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
 from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.tools.searches.candidates import Candidate
@@ -85,7 +85,7 @@ class LargestBatch(Page):
 @known_words
 def largest_batch(
     build: Build,
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     x: Any = None,
     y: Any = None,
@@ -109,7 +109,8 @@ def largest_batch(
 
     Args:
         build: See `dry_run`.
-        strategy: A `TPUStrategy` with a `topology`.
+        strategy: A `TPUStrategy` with a `topology`. Defaults to the one that the model belongs to,
+            or that is in scope.
         x: See `dry_run`.
         y: See `dry_run`.
         sample_weight: See `dry_run`.
@@ -144,6 +145,7 @@ def largest_batch(
     >>> strategy = ktd.TPUStrategy(topology="v5e:2x4")
     >>> print(largest_batch(build, strategy))  # doctest: +SKIP
     """
+    strategy = check_asked(build, strategy, "largest_batch")
     topology = _checked_topology(strategy)
     limit, (_, measured) = topology.hbm_bytes, calibrated(topology, calibration)
     check_how(mode, timeout, progress)
