@@ -134,11 +134,7 @@ class _AgreedLength:
 
 
 def ends_ragged(data_adapter: Any) -> bool:
-    """Whether the last batch of an input is known to be smaller than the others.
-
-    Args:
-        data_adapter: Keras's adapter of the input.
-    """
+    """Whether the last batch of an input is known to be smaller than the others."""
     try:
         return bool(data_adapter.has_partial_batch)
     except NotImplementedError:

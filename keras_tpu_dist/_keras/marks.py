@@ -32,12 +32,7 @@ class Mark:
         return getattr(target, self.attribute, default)
 
     def write(self, target: Any, value: Any) -> None:
-        """Sets the mark on an object.
-
-        Args:
-            target: A variable, layer or model.
-            value: The value.
-        """
+        """Sets the mark on an object."""
         # Not with the object's own `__setattr__`: that of layers tracks its values.
         object.__setattr__(target, self.attribute, value)
 

@@ -42,10 +42,6 @@ def global_seed() -> Any:
 
 
 def set_global_seed(state: Any) -> None:
-    """Sets Keras's global random state. See `global_seed`.
-
-    Args:
-        state: A result of `global_seed`.
-    """
+    """Sets Keras's global random state. See `global_seed`."""
     if state is not None:
         global_seed_generator().state.assign(state)

@@ -775,12 +775,7 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
 
 
 def is_value_of(value: Any, variable: Any) -> bool:
-    """Whether a value is the array of a variable, or its first one. See `move_variable`.
-
-    Args:
-        value: An array.
-        variable: A `keras.Variable`.
-    """
+    """Whether a value is the array of a variable, or its first one. See `move_variable`."""
     held = getattr(variable, "_value", None)
     return held is None or value is held
 

@@ -137,11 +137,7 @@ def _stock_sub(variable: Any, value: Any) -> Any:
 
 
 def claim(variable: Any) -> None:
-    """Lets a strategy hand out, read and place the values of a variable.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
+    """Lets a strategy hand out, read and place the values of a variable."""
     if not isinstance(variable, _Claimed):
         variable.__class__ = in_front_of(keras.Variable, _Claimed, type(variable))
 
@@ -160,11 +156,7 @@ def set_owner(variables: list, owner: Any) -> None:
 
 
 def owner_of(variable: Any) -> Any:
-    """The object that `set_owner` set, or `None`.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
+    """The object that `set_owner` set, or `None`."""
     return variable.__dict__.get(OWNER)
 
 

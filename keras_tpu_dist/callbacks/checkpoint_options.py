@@ -50,12 +50,6 @@ def keep_of(
 ) -> Keep:
     """Which checkpoints stay, by the arguments of `Checkpoint`.
 
-    Args:
-        keep: See `Checkpoint`.
-        monitor: See `Checkpoint`.
-        mode: See `Checkpoint`.
-        keep_every_hours: See `Checkpoint`.
-
     Example:
 
     >>> keep_of(2, "val_accuracy", "auto", 6)

@@ -286,11 +286,7 @@ class FitCheckpoints:
         self._log(manifest, resumed)
 
     def follow(self, leader: "FitCheckpoints") -> None:
-        """Resumes from the checkpoint that another callback of the fit has loaded.
-
-        Args:
-            leader: The `FitCheckpoints` of that callback.
-        """
+        """Resumes from the checkpoint that another callback of the fit has loaded."""
         place, theirs = self.place, leader.place
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
         self.run = leader.run

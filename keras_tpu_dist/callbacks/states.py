@@ -133,12 +133,7 @@ def history_of(history: Any) -> dict[str, Any]:
 
 
 def give_back_history(history: Any, record: dict[str, Any]) -> None:
-    """Puts a record before that of a History callback.
-
-    Args:
-        history: The callback, or `None`.
-        record: A result of `history_of`.
-    """
+    """Puts a record before that of a History callback."""
     if history is None:
         return
     history.epoch[:0] = record["epoch"]

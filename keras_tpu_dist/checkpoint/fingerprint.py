@@ -39,9 +39,6 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
 def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bool]]]:
     """Starts to compute the fingerprints of arrays, which may be donated afterwards.
 
-    Args:
-        arrays: See `fingerprints`.
-
     Returns:
         A function that waits for them, in any thread, and returns for every array its fingerprint
         and whether all its numbers are finite.

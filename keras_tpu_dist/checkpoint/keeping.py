@@ -63,9 +63,6 @@ class Known:
 def in_order(known: Mapping[int, Known]) -> list[int]:
     """The steps by their time of writing, the newest last.
 
-    Args:
-        known: The facts about all checkpoints.
-
     Example:
 
     >>> in_order({1: Known(True, at_s=7.0), 2: Known(True, at_s=9.0), 3: Known(True, at_s=8.0)})
@@ -76,9 +73,6 @@ def in_order(known: Mapping[int, Known]) -> list[int]:
 
 def of_other_runs(known: Mapping[int, Known]) -> list[int]:
     """The steps that are not of the run of the newest checkpoint.
-
-    Args:
-        known: The facts about all checkpoints.
 
     Example:
 
@@ -185,21 +179,12 @@ def is_there(path: Any) -> bool:
 
 
 def has_parts(path: Any) -> bool:
-    """Whether a checkpoint's directory has a manifest and arrays.
-
-    Args:
-        path: The directory of one checkpoint.
-    """
+    """Whether a checkpoint's directory has a manifest and arrays."""
     return path.joinpath(*MANIFEST_FILE).exists() and (path / "arrays").exists()
 
 
 def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a checkpoint: those in its manifest, and those added later.
-
-    Args:
-        path: The directory of one checkpoint.
-        training: The manifest's `training`.
-    """
+    """The metrics of a checkpoint: those in its manifest, and those added later."""
     saved = training.get("metrics")
     later = path.joinpath(*_METRICS_FILE)
     noted = json.loads(later.read_text()) if later.exists() else {}
@@ -225,31 +210,19 @@ def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
 
 
 def note_ended(path: Any) -> None:
-    """Notes in a run's newest checkpoint that the run has ended.
-
-    Args:
-        path: The directory of one checkpoint.
-    """
+    """Notes in a run's newest checkpoint that the run has ended."""
     file = path.joinpath(*_ENDED_FILE)
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
 
 
 def note_goes_on(path: Any) -> None:
-    """Removes the note of `note_ended`.
-
-    Args:
-        path: The directory of one checkpoint.
-    """
+    """Removes the note of `note_ended`."""
     path.joinpath(*_ENDED_FILE).unlink(missing_ok=True)
 
 
 def has_ended(path: Any) -> bool:
-    """Whether a checkpoint has the note of `note_ended`.
-
-    Args:
-        path: The directory of one checkpoint.
-    """
+    """Whether a checkpoint has the note of `note_ended`."""
     return path.joinpath(*_ENDED_FILE).exists()
 
 
@@ -272,11 +245,7 @@ def _delete(path: Any) -> None:
 
 
 def replace_later(path: Any) -> None:
-    """Renames the checkpoint of a step that is about to be written again; see `settle`.
-
-    Args:
-        path: The directory of the old one.
-    """
+    """Renames the checkpoint of a step that is about to be written again; see `settle`."""
     aside = path.parent / f"{path.name}{_REPLACED}"
     if is_there(aside):
         _delete(aside)
@@ -287,11 +256,6 @@ def set_aside(path: Any, step: int, run: str | None) -> None:
     """Moves a checkpoint to a directory from which nothing deletes it.
 
     If the same run has set this step aside before, the newer one replaces it.
-
-    Args:
-        path: The directory of the checkpoint.
-        step: Its step.
-        run: Its run.
     """
     # The run comes from a file that anybody may have written.
     name = run or "unknown"

@@ -117,11 +117,7 @@ def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
 
 
 def entry_of(variable: Any) -> Entry:
-    """The entry of a variable that is not a slot.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
+    """The entry of a variable that is not a slot."""
     return Entry(variable.path, tuple(variable.shape), str(variable.dtype))
 
 
@@ -375,10 +371,6 @@ def renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:
 
 def without_numbers(path: str, automatic: Collection[str]) -> str:
     """A path without the numbers in names that Keras gave.
-
-    Args:
-        path: A variable's path.
-        automatic: The names that Keras gave; see `automatic_names`.
 
     Example:
 

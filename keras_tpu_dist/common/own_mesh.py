@@ -33,11 +33,7 @@ def own_mesh(mesh: Mesh | None = None) -> contextlib.AbstractContextManager[Any]
 
 
 def in_own_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that computes with arrays on our mesh.
-
-    Args:
-        function: The function, such as one that `jax.jit` returned.
-    """
+    """Decorates a function that computes with arrays on our mesh."""
 
     @functools.wraps(function)
     def within(*args, **kwargs):

@@ -19,10 +19,6 @@ def plain_path(path: str | os.PathLike) -> str:
 
 
 def absolute_path(path: str | os.PathLike) -> str:
-    """The absolute path; one in a bucket is absolute already.
-
-    Args:
-        path: The path. See `plain_path`.
-    """
+    """The absolute path; one in a bucket is absolute already."""
     plain = plain_path(path)
     return plain if "://" in plain else os.path.abspath(plain)

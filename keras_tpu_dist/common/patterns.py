@@ -33,10 +33,6 @@ def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
 def matches(path: str, patterns: Iterable[str]) -> bool:
     """Whether one of several patterns matches a path.
 
-    Args:
-        path: A variable's path, or that of a layer.
-        patterns: The patterns.
-
     Example:
 
     >>> matches("mlp/head/kernel", ["*/head/*"])

@@ -151,11 +151,7 @@ def waited_for_input(seconds: float) -> None:
 
 
 def on_step(listener: Callable[[int], None]) -> None:
-    """Sets a function that is called after every launch of a fit, and before its first.
-
-    Args:
-        listener: Called with the train steps of the model's life.
-    """
+    """Sets a function that is called after every launch of a fit, and before its first."""
     _listeners.append(listener)
 
 
@@ -165,10 +161,6 @@ def has_step_listener() -> bool:
 
 
 def at_step(step: int) -> None:
-    """Announces the current step.
-
-    Args:
-        step: The train steps of the model's life.
-    """
+    """Announces the current step."""
     for listener in _listeners:
         listener(step)

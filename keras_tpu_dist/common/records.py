@@ -72,12 +72,6 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool
 def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
     """Like `append`, but logs a WARNING if the file cannot be written, so that the run continues.
 
-    Args:
-        path: See `append`.
-        what: See `append`.
-        at: See `append`.
-        **fields: See `append`.
-
     Returns:
         Whether it was written.
     """

@@ -181,10 +181,6 @@ def checked_calibration(calibration: Any) -> Calibration | None:
 def calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Calibration | None]:
     """A slice with measured rates, and the measurements, if there are any.
 
-    Args:
-        topology: The slice.
-        calibration: See `checked_calibration`.
-
     Raises:
         ValueError: If `calibration` is none, or of another chip.
     """

@@ -142,12 +142,7 @@ def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | No
 
 
 def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which devices have different rows or times, so that they can share a state.
-
-    Args:
-        mesh: The mesh.
-        data_axes: The axes of the mesh that split the batch.
-    """
+    """The axes over which devices have different rows or times, so that they can share a state."""
     time = sequence_axis(mesh, data_axes)
     return tuple(data_axes) if time is None else (*data_axes, time)
 

@@ -66,11 +66,7 @@ def simulate(num_devices: PositiveInt = 8) -> None:
 
 
 def warn_without_tpu(devices: Sequence[Any]) -> None:
-    """Warns once if a strategy found a CPU instead of a TPU, unless you chose the CPU.
-
-    Args:
-        devices: The devices of the strategy's mesh.
-    """
+    """Warns once if a strategy found a CPU instead of a TPU, unless you chose the CPU."""
     # `simulate` sets this flag, or a user who splits the CPU without it.
     asked = DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if asked or any(device.platform != "cpu" for device in devices):

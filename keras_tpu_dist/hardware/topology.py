@@ -427,9 +427,6 @@ def devices(name: str | Topology) -> list[CompileOnlyDevice]:
 def of_devices(mesh_devices: object) -> Topology | None:
     """The slice that devices belong to, if they are a whole slice of known TPU devices.
 
-    Args:
-        mesh_devices: An iterable or array of JAX devices or `CompileOnlyDevice`.
-
     Returns:
         The `Topology`, or `None` if the devices are not TPUs or only part of a slice.
     """

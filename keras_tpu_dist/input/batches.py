@@ -187,9 +187,6 @@ class BatchPlacer:
         `keras_tpu_dist.programs.partitioner`). On such a mesh, or if rows are not divisible,
         arrays are replicated.
 
-        Args:
-            batch: A structure (tuple, list, dict, `None`) of arrays.
-
         Returns:
             The batch on the devices, not padded.
 
@@ -260,12 +257,7 @@ class BatchPlacer:
         return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
 
     def describe_many(self, batch: PlacedBatch, number: int) -> PlacedBatch:
-        """The result of `place_many` for several batches of the same shapes.
-
-        Args:
-            batch: One of them, from `describe`.
-            number: The number of batches.
-        """
+        """The result of `place_many` for several batches of the same shapes."""
         shardings = self.shardings(batch, stacked=True)
 
         def stacked(leaf, sharding):
@@ -275,9 +267,6 @@ class BatchPlacer:
 
     def checked(self, batch: Any) -> Any:
         """A host batch as arrays, after all checks of `place`.
-
-        Args:
-            batch: A structure (tuple, list, dict, `None`) of arrays.
 
         Raises:
             ValueError: If `place` raises it.
@@ -328,12 +317,7 @@ class BatchPlacer:
         return None if leaf.shape[1 - axis] % self.mesh.shape[self.sequence_axis] else 1 - axis
 
     def log_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
-        """Warns once if the sequence axis splits no array of a batch.
-
-        Args:
-            batch: The batch.
-            slots: The layouts of its arrays.
-        """
+        """Warns once if the sequence axis splits no array of a batch."""
         if self.sequence_axis is None or any(slot.time is not None for slot in slots):
             return
         ways = self.mesh.shape[self.sequence_axis]

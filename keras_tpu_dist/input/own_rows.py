@@ -82,11 +82,7 @@ class OwnRowsPlacer(BatchPlacer):
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
     def place_eagerly(self, batch: Any) -> PlacedBatch:
-        """Transfers this process's rows for eager code, in which every device has all rows.
-
-        Args:
-            batch: A `ShardBatch`, or a single host batch.
-        """
+        """Transfers this process's rows for eager code, in which every device has all rows."""
         log_once(
             "not compiled (run_eagerly, or a layer that Keras does not compile): every device gets "
             "the rows of all processes",
@@ -96,11 +92,7 @@ class OwnRowsPlacer(BatchPlacer):
         return PlacedBatch(self._whole(placed), placed.slots)
 
     def checked(self, batch: Any) -> Any:
-        """A host batch as arrays, which may have no rows here.
-
-        Args:
-            batch: A structure (tuple, list, dict, `None`) of arrays.
-        """
+        """A host batch as arrays, which may have no rows here."""
         leaves, treedef = flatten(batch)
         return jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
 
@@ -126,11 +118,7 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.map(cut, outputs)
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a `ShardBatch` on one device; the same number in all processes.
-
-        Args:
-            batch: The `ShardBatch`.
-        """
+        """The bytes of a `ShardBatch` on one device; the same number in all processes."""
         longest, _ = self._shards.rows_of_blocks(batch.rows)
         leaves = flatten(batch.batch)[0]
         return sum(

@@ -64,9 +64,6 @@ class InputPosition:
         Batches of another size are not those that were used. So the epoch begins anew, with a
         WARNING, unless only its end is left. `steps_per_epoch` batches of an unchanged input may
         end an epoch earlier than before; then it begins anew with the next batch of the input.
-
-        Args:
-            epoch: See the attribute, for the input now.
         """
         saved, steps = self.epoch or {}, epoch.get("steps", self.done)
         names = ("batches", "rows", "last")
@@ -270,11 +267,7 @@ def random_numbers() -> dict[str, Any]:
 
 
 def set_random_numbers(state: dict[str, Any]) -> None:
-    """Sets the state of NumPy's and Python's global random numbers.
-
-    Args:
-        state: A result of `random_numbers`.
-    """
+    """Sets the state of NumPy's and Python's global random numbers."""
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, _words(keys), *rest))
     version, words, gauss = state["python"]
@@ -282,11 +275,7 @@ def set_random_numbers(state: dict[str, Any]) -> None:
 
 
 def position_before_first(epoch: dict[str, int] | None = None) -> InputPosition:
-    """The position before the first batch of an input.
-
-    Args:
-        epoch: See `InputPosition`.
-    """
+    """The position before the first batch of an input."""
     now = random_numbers()
     return InputPosition(now, now, 0, 0, epoch=epoch)
 

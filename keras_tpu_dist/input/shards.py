@@ -125,10 +125,6 @@ class InputShards:
 def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
     """The input shards of a mesh, seen from this process.
 
-    Args:
-        mesh: The mesh.
-        data_axes: The axes that split the batch.
-
     Raises:
         ValueError: If the parts of two processes overlap and are not the same.
     """

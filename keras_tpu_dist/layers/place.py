@@ -96,9 +96,6 @@ def _mesh_and_axes(distribution):
 def axes_of(variable) -> tuple:
     """How the active distribution splits a variable, by dimension.
 
-    Args:
-        variable: A `keras.Variable`.
-
     Returns:
         For every dimension the mesh axis or axes that split it, or None. Trailing dimensions that
         are not split may be missing. Without a distribution the result is empty.

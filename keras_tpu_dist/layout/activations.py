@@ -58,11 +58,6 @@ def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str,
     Without these, XLA may gather the batch instead of the weights if the data axes split the
     weights.
 
-    Args:
-        model: A built model.
-        mesh: The mesh.
-        data_axes: The axes of the mesh that split the batch.
-
     Returns:
         From a layer's path to the layout of its output.
     """

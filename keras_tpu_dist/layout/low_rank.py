@@ -105,11 +105,7 @@ class LowRank:
 
 
 def sums_in(graph: Graph) -> list[LowRank]:
-    """The products of a program with the sum of a kernel and a product of small factors.
-
-    Args:
-        graph: The program of a layer's call.
-    """
+    """The products of a program with the sum of a kernel and a product of small factors."""
     found = []
     for operation in graph.operations:
         if operation.name != "dot_general" or operation.equation.params["dimension_numbers"][1][0]:

@@ -89,11 +89,7 @@ class Placement:
         return self._setting.data_axes
 
     def is_slot(self, variable: Any) -> bool:
-        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight.
-
-        Args:
-            variable: A variable of the model or of its optimizer.
-        """
+        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
         return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:

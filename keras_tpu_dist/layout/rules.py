@@ -321,10 +321,6 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
 def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
     """The existing path that is most similar to a pattern, or `None`.
 
-    Args:
-        pattern: A pattern that matches nothing.
-        paths: The existing paths.
-
     Returns:
         A path, compared on as many segments from the right as the pattern has.
     """

@@ -66,11 +66,6 @@ _PARTS = (
 def unpaired(model: Any, placement: Placement, setting: Setting) -> list[Unpaired]:
     """Finds the weights that a plan for tensor parallelism could not pair.
 
-    Args:
-        model: A built model.
-        placement: Its placement.
-        setting: The strategy's mesh and layout.
-
     Returns:
         The weights, in the order of the layers.
     """
@@ -81,13 +76,7 @@ def unpaired(model: Any, placement: Placement, setting: Setting) -> list[Unpaire
 
 
 class _Reader:
-    """Reads the decisions of a plan.
-
-    Args:
-        model: The model.
-        placement: Its placement.
-        setting: The strategy's mesh and layout.
-    """
+    """Reads the decisions of a plan."""
 
     def __init__(self, model: Any, placement: Placement, setting: Setting):
         self._mesh, self._setting = setting.mesh, setting

@@ -108,12 +108,7 @@ class Step:
 
 
 def read(values: Mapping, atom: Any) -> Any:
-    """The value of an input of an equation.
-
-    Args:
-        values: Values of variables of the program.
-        atom: A variable or a literal.
-    """
+    """The value of an input of an equation."""
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 

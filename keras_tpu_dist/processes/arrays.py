@@ -30,10 +30,6 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
 
     All processes must have the same arrays. `jax.device_put` would compare them with a collective
     for every array; this function does not check.
-
-    Args:
-        arrays: The arrays.
-        shardings: The sharding of every array.
     """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(arrays), list(shardings))

@@ -21,11 +21,7 @@ TIMES = "times"
 
 
 def note(variable: Any) -> None:
-    """Counts an assignment.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
+    """Counts an assignment."""
     _count.write(variable, _count.of(variable, 0) + 1)
 
 
@@ -46,9 +42,6 @@ def assignments(variables: Sequence[Any]) -> dict[str, int]:
 
     There is one checksum for all variables with a part at the same place, so that the message is
     short for a model with thousands of weights.
-
-    Args:
-        variables: The variables, the same in all processes.
 
     Returns:
         Empty if nothing was assigned. Otherwise, under `TIMES`, a checksum of the numbers of

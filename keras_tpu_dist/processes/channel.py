@@ -423,11 +423,7 @@ _opener: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def opened(channel: Channel | None) -> None:
-    """Sets this process's channel.
-
-    Args:
-        channel: The channel, or `None` to have none.
-    """
+    """Sets this process's channel."""
     global _open
     _open = channel
 

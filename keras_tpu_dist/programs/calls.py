@@ -79,11 +79,7 @@ def is_recomputed(equation: Any) -> bool:
 
 
 def rank(atom: Any) -> int:
-    """The number of dimensions of a value; none for tokens and references without a shape.
-
-    Args:
-        atom: A value of a program, a variable or a literal.
-    """
+    """The number of dimensions of a value; none for tokens and references without a shape."""
     return len(getattr(atom.aval, "shape", ()))
 
 

@@ -70,11 +70,7 @@ class Equation:
         return self._run(self.equation.replace(invars=inputs, params=given), operands)
 
     def run_part(self, part: Callable[[], list]) -> list:
-        """Computes values as a part of the program that is recomputed as this call is.
-
-        Args:
-            part: A function that computes them.
-        """
+        """Computes values as a part of the program that is recomputed as this call is."""
         traced = jax.make_jaxpr(part)()
         held = constants_of(traced)
         inner = opened(with_inputs(traced, list(held)))

@@ -49,32 +49,19 @@ def with_constants(
 
 
 def constants_of(jaxpr: Any) -> dict[Any, Any]:
-    """The constants of a program by their variables.
-
-    Args:
-        jaxpr: The program; a `ClosedJaxpr`.
-    """
+    """The constants of a program by their variables."""
     return dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
 
 def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
-    """The program with some of its constants as further inputs, the last ones.
-
-    Args:
-        jaxpr: The program; a `ClosedJaxpr`.
-        variables: The variables of the constants.
-    """
+    """The program with some of its constants as further inputs, the last ones."""
     chosen = set(variables)
     others = {each: value for each, value in constants_of(jaxpr).items() if each not in chosen}
     return with_constants(jaxpr, others, [*opened(jaxpr).invars, *variables])
 
 
 def manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes over which a `shard_map` runs its program once for each device.
-
-    Args:
-        equation: The `shard_map`.
-    """
+    """The mesh axes over which a `shard_map` runs its program once for each device."""
     parameters = equation.params
     # jax 0.10.1 calls them by the second name
     names = ("newly_manual_axes", "manual_axes")

@@ -63,12 +63,7 @@ class ReplicaBuffers:
                 raise
 
     def made(self, variables: list, values: list[jax.Array]) -> None:
-        """Assigns the outputs of a launch to variables.
-
-        Args:
-            variables: The variables that the launch updated.
-            values: The new values.
-        """
+        """Assigns the outputs of a launch to variables."""
         _keras.follow_state((variables,), (values,))
         for variable, value in zip(variables, values, strict=True):
             owner = _keras.owner_of(variable)

@@ -341,12 +341,7 @@ class DistributedIterator(TensorFlowNames):
         return launch
 
     def read_ahead(self, steps: int, alike: bool = True) -> None:
-        """Reads and transfers the next batches while the devices work.
-
-        Args:
-            steps: See `take`.
-            alike: See `take`.
-        """
+        """Reads and transfers the next batches while the devices work."""
         if self._ahead is not None:
             place = self._dataset._place
             self._ahead.read_ahead(steps, place, self._several(steps, alike))
@@ -687,10 +682,6 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
 
 def place_parts_of_steps(steps: list, strategy: Strategy) -> Any:
     """Transfers the batches of several steps at once.
-
-    Args:
-        steps: The batches of every step. See `place_parts`.
-        strategy: The strategy.
 
     Returns:
         The structure of a batch, with `Steps` instead of every array; `None` if the steps differ in

@@ -111,10 +111,6 @@ def several(
 def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIterator | None:
     """The iterator over a distributed dataset among a function's arguments.
 
-    Args:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-
     Raises:
         ValueError: If there are several.
     """

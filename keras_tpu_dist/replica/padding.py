@@ -20,12 +20,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """A shape whose dimension `axis`, if any, is twice as long.
-
-    Args:
-        described: The shape and dtype.
-        axis: The dimension, or `None` for the shape as it is.
-    """
+    """A shape whose dimension `axis`, if any, is twice as long."""
     if axis is None:
         return described
     shape = list(described.shape)

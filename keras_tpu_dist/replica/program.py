@@ -188,11 +188,7 @@ class ReplicaProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def with_arguments(self, call: Call) -> tuple[Any, tuple[dict, list]]:
-        """The jitted program of one step, and its arguments, to be lowered or exported.
-
-        Args:
-            call: The arguments of the function.
-        """
+        """The jitted program of one step, and its arguments, to be lowered or exported."""
         consumed = _keras.values_of(self._known.consumed)
         return self._run, (self._inputs(call, self._known), consumed)
 

@@ -103,13 +103,7 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def check_not_empty(op: str, shape: Sequence[int], axes: Sequence[int]) -> None:
-    """Raises a `ValueError` for the maximum or minimum of no values.
-
-    Args:
-        op: A name of `REDUCTIONS`.
-        shape: The shape of the values.
-        axes: The dimensions over which they are reduced.
-    """
+    """Raises a `ValueError` for the maximum or minimum of no values."""
     if op in ("max", "min") and not all(shape[a] for a in axes):
         raise value_error(
             f'"{op}" needs at least one value.',

@@ -169,11 +169,7 @@ def read_combined(
 
 
 def is_own(variable: Any) -> bool:
-    """Whether every replica has its own value of a variable, combined when it is read outside.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
+    """Whether every replica has its own value of a variable, combined when it is read outside."""
     return variable.synchronization == "on_read"
 
 

@@ -84,12 +84,7 @@ def distinct(number: int) -> str:
 
 
 def colours_left_out(count: int, what: str) -> str:
-    """A note if items share a colour, or `""`.
-
-    Args:
-        count: The number of items.
-        what: Their name, in the plural.
-    """
+    """A note if items share a colour, or `""`."""
     if count <= len(DISTINCT):
         return ""
     return f"{count} {what} share {len(DISTINCT)} colours"

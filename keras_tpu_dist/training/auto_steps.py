@@ -115,11 +115,7 @@ class AutoSteps:
         return self._steps if self._model is model else None
 
     def choose(self, epoch_iterator: Any) -> None:
-        """Sets the number for an epoch that is about to begin; Keras counts steps by it.
-
-        Args:
-            epoch_iterator: Keras's `EpochIterator` over the epoch.
-        """
+        """Sets the number for an epoch that is about to begin; Keras counts steps by it."""
         if self._model is None:
             return
         ragged = not epoch_iterator.steps_per_epoch and _keras.ends_ragged(

@@ -135,11 +135,7 @@ class FitControl:
         return self.batches_to_skip == 0 and self.steps_left == 0
 
     def spend(self, steps: int) -> bool:
-        """Counts train steps; returns whether the last allowed step has run.
-
-        Args:
-            steps: The number of steps in the launch that has just run.
-        """
+        """Counts train steps; returns whether the last allowed step has run."""
         if self.steps_left is None:
             return False
         self.steps_left = max(self.steps_left - steps, 0)

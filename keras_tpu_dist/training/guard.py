@@ -44,9 +44,6 @@ class HostCopy:
     Every process copies the shards of its own devices, one by one. A `device_put` of a whole array
     to other memory is a program over all processes, which jax 0.10.1 cannot compile for CPU and
     which a single process cannot start.
-
-    Args:
-        state: The state on the devices.
     """
 
     def __init__(self, state: Any):
@@ -145,11 +142,7 @@ class StateGuard:
         return self.kept == 0
 
     def read(self, state: Any) -> None:
-        """Records a state that was just read from the model's variables.
-
-        Args:
-            state: The training state, as a train step takes it.
-        """
+        """Records a state that was just read from the model's variables."""
         recent = self._has_recent_copy(state)
         self._flight.clear()
         self._newest = state
@@ -169,11 +162,6 @@ class StateGuard:
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure.
-
-        Args:
-            function: The compiled step, or several of them.
-            state: The training state.
-            batch: The batch of the steps.
 
         Returns:
             Outputs and new state.
@@ -235,10 +223,6 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
     The variables get the outputs of every launch. So they are right unless a launch consumed its
     input and returned nothing, or its outputs turn out to have failed.
-
-    Args:
-        trainer: The model.
-        guard: The guard of its training state.
     """
     if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
         state = guard.last_whole()

@@ -57,19 +57,12 @@ class Membership:
         return self.placement is not None and self.placement.is_slot(variable)
 
     def has_weights_of(self, model: Any) -> bool:
-        """Whether some of the model's weights were on the mesh when it ran last.
-
-        Args:
-            model: The model whose membership this is.
-        """
+        """Whether some of the model's weights were on the mesh when it ran last."""
         known = {id(variable) for variable, _ in self._targets}
         return any(id(weight) in known for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
         """The model's state variables, with the layouts that they should have.
-
-        Args:
-            model: The model whose membership this is.
 
         Raises:
             ValueError: If a layout does not fit its variable's shape or the mesh, or a pattern of
@@ -178,9 +171,6 @@ def created(model: Any) -> None:
 
 def find_strategy(model: Any) -> Any:
     """The strategy to run a model under: the active one, or the one it was created in.
-
-    Args:
-        model: The model that is about to run.
 
     Returns:
         The strategy, or `None` for stock Keras.
@@ -378,10 +368,6 @@ def given_layout(variable: Any) -> Any:
 def adopt(model: Any, strategy: Strategy) -> Membership:
     """Moves all variables of a model that are not on the strategy's mesh yet, and logs it once.
 
-    Args:
-        model: A model; also unbuilt.
-        strategy: The strategy it is about to run under.
-
     Returns:
         The model's membership.
     """
@@ -450,11 +436,7 @@ def _check_same_strategy(model: Any, strategy: Strategy, other: Strategy) -> Non
 
 
 def adopt_all(strategy: Strategy) -> None:
-    """Adopts every built model of a strategy that is not part of another one.
-
-    Args:
-        strategy: The strategy that is about to use their variables.
-    """
+    """Adopts every built model of a strategy that is not part of another one."""
     built = [model for model in _models_of(strategy) if _keras.is_built(model)]
     inner = {id(layer) for m in built for layer in _keras.flatten_layers(m) if layer is not m}
     for model in built:
@@ -475,11 +457,7 @@ def layers_with(variables: list, strategy: Strategy) -> list:
 
 
 def variables_changed(strategy: Strategy) -> None:
-    """Makes running fits continue from the variables, which other code has updated.
-
-    Args:
-        strategy: The strategy of the fits' models.
-    """
+    """Makes running fits continue from the variables, which other code has updated."""
     for model in _models_of(strategy):
         if _keras.has_state(model):
             _keras.forget_state(model)

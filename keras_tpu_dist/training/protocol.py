@@ -59,12 +59,7 @@ class ModelRunner(Protocol):
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
-        """A context in which layer outputs have the layouts of a model's plan.
-
-        Args:
-            member: The model's membership.
-            model: The model that runs, if there is one.
-        """
+        """A context in which layer outputs have the layouts of a model's plan."""
         ...
 
 

@@ -163,13 +163,7 @@ class Runner:
     def call(
         self, member: membership.Membership, model: Any = None, name: str = ""
     ) -> contextlib.AbstractContextManager[RunningCall]:
-        """A context in which layer outputs have the layouts of this model's plan and annotations.
-
-        Args:
-            member: The model's membership.
-            model: The model that runs, if there is one.
-            name: The method of the model that was called.
-        """
+        """A context in which layer outputs have the layouts of the model's plan and annotations."""
         return as_running(RunningCall(self, member, AutoSteps(), model, name, running_call()))
 
     def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
@@ -229,12 +223,7 @@ class Runner:
         return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
-        """The values of a model's variables, as a step takes them.
-
-        Args:
-            model: The model whose state it is.
-            groups: Lists of its variables, in the order of the state.
-        """
+        """The values of a model's variables, as a step takes them."""
         member = membership.of_model(model)
         if member is None or _keras.stateless_scope() is not None:
             return tuple(_keras.values_of(group) for group in groups)
@@ -262,9 +251,6 @@ class Runner:
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
         """The iterator over the batches of one epoch.
-
-        Args:
-            epoch_iterator: Keras's `EpochIterator` over the epoch.
 
         Raises:
             ValueError: If the input is known to have no batch.

@@ -59,9 +59,6 @@ class Turns:
         """Records that the model in training is built and has its step function.
 
         Calls in other threads wait for it; otherwise both would build the model.
-
-        Args:
-            variables: The variables of its training state.
         """
         _keras.set_owner(variables, self)
         self.steps()

@@ -449,9 +449,6 @@ class _Rows:
     def compute(self, group: Group) -> Any:
         """The rows of a device.
 
-        Args:
-            group: The values that they read.
-
         Returns:
             `(rows, ...)`, without the dimensions of tokens and experts.
         """

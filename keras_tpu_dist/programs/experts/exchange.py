@@ -81,10 +81,6 @@ def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
     """The axes that split the experts of a layer's kernels, by the id of the kernel's array.
 
     Only kernels for which these include a data axis.
-
-    Args:
-        layer: A layer.
-        strategy: The strategy that its model runs under.
     """
     found = {}
     for kernel in _kernels(layer):

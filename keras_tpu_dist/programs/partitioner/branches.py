@@ -26,12 +26,7 @@ PRIMITIVES = ("shard_map",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a `shard_map` has branches.
-
-    Args:
-        equation: The `shard_map`.
-        mesh: The mesh, which is not used.
-    """
+    """Whether a `shard_map` has branches."""
     return any(each.primitive.name == "cond" for each in _equations(equation))
 
 
@@ -39,10 +34,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """A `shard_map` with branches, with whole rows if they would be exchanged.
 
     Every device that takes the branch then computes all rows. `None` if nothing is exchanged.
-
-    Args:
-        equation: The `shard_map`.
-        spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
         The replacement equations, or `None`.

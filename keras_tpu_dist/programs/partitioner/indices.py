@@ -11,21 +11,12 @@ PRIMITIVES = ("gather",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether rows are gathered by indices with few bits.
-
-    Args:
-        equation: The gather.
-        mesh: The mesh, which is not used.
-    """
+    """Whether rows are gathered by indices with few bits."""
     return narrow(equation.invars[1])
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A gather by 32-bit indices, or `None` if it already has them.
-
-    Args:
-        equation: The gather.
-        spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
         The replacement equations, or `None`.

@@ -108,11 +108,7 @@ class Jitted:
         return self._plain.trace(*args)
 
     def lower(self, *args: Any) -> Any:
-        """The lowered program for these arguments.
-
-        Args:
-            *args: The function's arguments.
-        """
+        """The lowered program for these arguments."""
         return self.program(*args).lower(*args)
 
     def program(self, *args: Any) -> Any:
@@ -196,10 +192,6 @@ class _Holding:
     A Keras layer may keep arrays that are no variables, such as the mean of a `Normalization`. In a
     compiled program they are constants, which JAX refuses if parts are on devices of other
     processes.
-
-    Args:
-        program: The `jax.jit` function.
-        held: The arrays.
     """
 
     def __init__(self, program: Any, held: Sequence[Any]):

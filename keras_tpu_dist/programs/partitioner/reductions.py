@@ -24,10 +24,6 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """The reduction of whole dimensions, or `None` if they already are.
 
-    Args:
-        equation: The reduction.
-        spread: Which mesh axes may split which dimension of the program's values.
-
     Returns:
         The replacement equations, or `None`.
     """

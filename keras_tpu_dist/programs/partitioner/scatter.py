@@ -27,10 +27,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
     three and cut off the result.
 
-    Args:
-        equation: The scatter.
-        spread: Which mesh axes may split which dimension of the program's values.
-
     Returns:
         The replacement equations, or `None`.
     """

@@ -14,12 +14,7 @@ PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether the start of a slice is only known at run time, or may be outside.
-
-    Args:
-        equation: The slice, or the update of one.
-        mesh: The mesh, which is not used.
-    """
+    """Whether the start of a slice is only known at run time, or may be outside."""
     return not all(_is_inside(start, last) for start, last in zip(*_places(equation), strict=True))
 
 
@@ -28,10 +23,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     A start beyond the end means the last position at which the slice fits. XLA's partitioner moves
     it back into every device's part instead.
-
-    Args:
-        equation: The slice, or the update of one.
-        spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
         The replacement equations, or `None`.

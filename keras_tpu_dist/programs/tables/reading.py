@@ -378,10 +378,6 @@ class _Update:
 def on_rows(reading: Reading, graph: Graph) -> Any:
     """The update as a function of rows.
 
-    Args:
-        reading: How the step uses the table.
-        graph: The step.
-
     Returns:
         A function from rows of the state, the gradients of these rows for each lookup that has
         some, and scalars to the new rows of the state.

@@ -104,13 +104,7 @@ def trouble(split: TableSplit) -> str:
 
 
 def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
-    """The operation that reads a table besides lookups and the optimizer's update, or `""`.
-
-    Args:
-        graph: The step.
-        table: The position of the table among its inputs.
-        reading: How the step uses it.
-    """
+    """The operation that reads a table besides lookups and the optimizer's update, or `""`."""
     values, gathers = {id(graph.inputs[table])}, {lookup.gather for lookup in reading.lookups}
     shape = graph.inputs[table].shape
     for operation in graph.needed({}):

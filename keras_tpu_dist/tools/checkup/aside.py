@@ -31,11 +31,7 @@ def aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one(device: Any) -> Iterator[None]:
-    """A context in which Keras and JAX compute on one device, without a distribution.
-
-    Args:
-        device: A `jax.Device` of this process.
-    """
+    """A context in which Keras and JAX compute on one device, without a distribution."""
     with _keras.without_distribution(), jax.default_device(device):
         yield
 

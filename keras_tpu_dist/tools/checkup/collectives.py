@@ -18,11 +18,7 @@ _WIDTH = 256
 
 
 def collectives(bench: Bench) -> CheckPart:
-    """Checks that every device receives the right pieces from the right devices.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Checks that every device receives the right pieces from the right devices."""
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
         return CheckPart("collectives", RIGHT, left_out="one device exchanges nothing")

@@ -131,11 +131,7 @@ def kinds(platform: str) -> list[Kind]:
 
 
 def products(bench: Bench) -> CheckPart:
-    """Compares a product in each dtype, on each device, with float64 on the host.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Compares a product in each dtype, on each device, with float64 on the host."""
     size = 512 if bench.platform == "tpu" else 192
     problems: list[Problem] = []
     figures: dict[str, Any] = {}

@@ -11,11 +11,7 @@ from keras_tpu_dist.tools.checkup.report import RIGHT, CheckPart, Problem, numbe
 
 
 def random_numbers(bench: Bench) -> CheckPart:
-    """Draws the same numbers on one device, replicated, and split over every axis.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Draws the same numbers on one device, replicated, and split over every axis."""
     mesh = bench.mesh
     shape = (8 * mesh.size, 4 * mesh.size)
     with jax.default_device(bench.local[0]):

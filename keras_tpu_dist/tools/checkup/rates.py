@@ -64,11 +64,7 @@ class Load:
 
 
 def matrix_units(bench: Bench) -> CheckPart:
-    """Measures operations per second of products, in every dtype of the chip's specification.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Measures operations per second of products, in every dtype of the chip's specification."""
     chip = bench.chip
     if chip is None:
         load = _product("float32", (jnp.float32, jnp.float32), 256, 4, 0.0)
@@ -100,11 +96,7 @@ def _product(name: str, dtypes: tuple[Any, Any], size: int, times: int, peak: fl
 
 
 def memory(bench: Bench) -> CheckPart:
-    """Measures the bandwidth of a device's memory.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Measures the bandwidth of a device's memory."""
     number, times = (2**26, 8) if bench.platform == "tpu" else (2**20, 4)
 
     def move(x):
@@ -208,11 +200,7 @@ def _all_slow(load: Load, middle: float) -> Problem:
 
 
 def transfers(bench: Bench) -> CheckPart:
-    """Measures the bandwidth from the host to a device, and back.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Measures the bandwidth from the host to a device, and back."""
     number = 2**24 if bench.platform == "tpu" else 2**20
     host = np.ones(number, np.float32)
     share = _SHARE_OF_TRANSFERS.get(bench.platform, 0.0)
@@ -238,11 +226,7 @@ def transfers(bench: Bench) -> CheckPart:
 
 
 def launches(bench: Bench) -> CheckPart:
-    """Measures the time of a launch that computes almost nothing.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Measures the time of a launch that computes almost nothing."""
     small = jax.jit(lambda x: x + 1)
     row = bench.row
     spec = PartitionSpec("device")
@@ -259,11 +243,7 @@ def launches(bench: Bench) -> CheckPart:
 
 
 def links(bench: Bench) -> CheckPart:
-    """Measures the bandwidth over every mesh axis, and between neighbours.
-
-    Args:
-        bench: The check's shared state.
-    """
+    """Measures the bandwidth over every mesh axis, and between neighbours."""
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
         return CheckPart("links", FAST, left_out="one device has none")

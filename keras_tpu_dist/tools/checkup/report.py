@@ -400,10 +400,6 @@ def corrupts(what: str, devices: list[int]) -> Problem:
 def numbered(ids: Iterable[int], most: int = 8) -> str:
     """Names devices by their ids.
 
-    Args:
-        ids: The ids.
-        most: The largest number of ids to list.
-
     Example:
 
     >>> numbered([3]), numbered([5, 1])

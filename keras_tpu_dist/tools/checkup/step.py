@@ -84,13 +84,7 @@ class Compared:
 
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
-    """Compares a training step of the user's model on the mesh with the same step on one device.
-
-    Args:
-        bench: The check's shared state.
-        model: The user's model; it does not change.
-        given: The batch.
-    """
+    """Compares a training step of the user's model on the mesh with the same step on one device."""
     if why := why_not(model):
         return CheckPart("step", RIGHT, left_out=why)
     # A `train_step` of the model's own class may use its optimizer in any way.

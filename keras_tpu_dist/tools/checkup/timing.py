@@ -48,13 +48,7 @@ class _Timed:
 
 
 def own_step_time(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
-    """Times the step with the model's own optimizer, without its input.
-
-    Args:
-        bench: The check's shared state.
-        model: The user's model; it does not change.
-        given: The batch.
-    """
+    """Times the step with the model's own optimizer, without its input."""
     why = why_not(model)
     if why:
         return CheckPart("step time", FAST, left_out=why)

@@ -79,11 +79,7 @@ class Cache:
         )
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The entry for a key, or `None`.
-
-        Args:
-            key: From `key_of`.
-        """
+        """The entry for a key, or `None`."""
         path = self._path(key)
         try:
             entry = json.loads(_decompressed(path))
@@ -98,12 +94,7 @@ class Cache:
             return None
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
-        """Stores an entry, completely or not at all.
-
-        Args:
-            key: From `key_of`.
-            value: The entry, of plain data.
-        """
+        """Stores an entry, completely or not at all."""
         data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -154,11 +145,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def key_of(job: Mapping[str, Any]) -> str:
-    """A key for a compilation: the program, its target, the options, and the compilers.
-
-    Args:
-        job: The job of the compiling process.
-    """
+    """A key for a compilation: the program, its target, the options, and the compilers."""
     parts = {
         **{name: part for name, part in job.items() if name != "program"},
         "program": hashlib.sha256(job["program"]).hexdigest(),

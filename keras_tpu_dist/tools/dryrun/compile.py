@@ -273,9 +273,6 @@ def _fix_of(error: str, lowered: Lowered) -> str:
 def larger_twin(lowered: Lowered) -> Topology | None:
     """The slice with as many devices and the most memory per device, to size what does not fit.
 
-    Args:
-        lowered: The step that does not fit.
-
     Returns:
         The slice, of v5p; `None` if the step is not for a TPU slice, if its own devices have as
         much memory, or if no v5p slice has as many devices.

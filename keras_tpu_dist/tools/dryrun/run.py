@@ -197,12 +197,7 @@ def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
 
 
 def compile_once(lowered: Lowered, how: How) -> DryRun:
-    """The second half of `run_once`, for any thread.
-
-    Args:
-        lowered: From `lower_once`.
-        how: How it is compiled.
-    """
+    """The second half of `run_once`, for any thread."""
     progress, effort = how.progress or logger.debug, how.effort
     options: dict[str, Any] = {"timeout": how.timeout, "cache": how.cache}
     notes = list(lowered.notes)
@@ -234,11 +229,6 @@ _NO_LIBTPU = (
 
 def check_how(mode: Any, timeout: Any, progress: Any) -> None:
     """Checks the options of a dry run.
-
-    Args:
-        mode: See `dry_run`.
-        timeout: See `dry_run`.
-        progress: See `dry_run`.
 
     Raises:
         ValueError: If one has the wrong type or value.

@@ -237,11 +237,6 @@ def analyze_loop(
 ) -> LoopCost | None:
     """Reads a program's cost inside and outside of its largest loop of unknown length.
 
-    Args:
-        text: See `analyze`.
-        wire: See `analyze`.
-        layer_names: See `analyze`.
-
     Returns:
         A `LoopCost`, or `None` for a program without such a loop.
 

@@ -127,11 +127,6 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
     Read from the CPU compiler's annotation, or from the comparison in the loop's condition: both
     sides before the loop and after one step give the number of steps until it is false.
 
-    Args:
-        program: The program, to look up the loop's condition and body.
-        computation: The computation that `loop` is in.
-        loop: The `while` instruction.
-
     Returns:
         The count, or `None` if it depends on data.
     """

@@ -275,11 +275,6 @@ def by_index(
 ) -> tuple[Computation, Instruction] | None:
     """The scatter or gather that a kernel is, fusions looked into, and the computation it is in.
 
-    Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `kernel` is in.
-        kernel: Any instruction.
-
     Returns:
         Both, or `None` for a kernel that is neither.
     """

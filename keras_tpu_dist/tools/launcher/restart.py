@@ -107,11 +107,7 @@ class _Loop:
     _announced: set[str] = field(default_factory=set)
 
     def why_not(self, outcome: Outcome) -> str | None:
-        """Why there is no restart, or `None`.
-
-        Args:
-            outcome: How the last start ended.
-        """
+        """Why there is no restart, or `None`."""
         last, self.last = self.last, outcome
         same = last is not None and (last.error, last.step) == (outcome.error, outcome.step)
         if same and not outcome.from_outside and self.restarts.limit:
@@ -121,11 +117,7 @@ class _Loop:
         return None
 
     def wait_s(self, outcome: Outcome) -> float:
-        """The seconds to wait before the next start.
-
-        Args:
-            outcome: How the last start ended.
-        """
+        """The seconds to wait before the next start."""
         step = -1 if outcome.step is None else outcome.step
         self.fruitless = 0 if step > self.best else self.fruitless + 1
         self.best = max(self.best, step)

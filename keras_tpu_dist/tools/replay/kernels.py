@@ -74,11 +74,7 @@ def _key(equation: Any) -> tuple:
 
 
 def kernel_name(equation: Any) -> str:
-    """The name of a kernel.
-
-    Args:
-        equation: Its `pallas_call`.
-    """
+    """The name of a kernel."""
     named = equation.params.get("name_and_src_info")
     return str(equation.params.get("name") if named is None else named.name)
 

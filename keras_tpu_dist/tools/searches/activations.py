@@ -70,12 +70,7 @@ def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
 
 
 def weight_origins(number: int, ndim: int) -> Origins:
-    """The origins of a weight's own dimensions.
-
-    Args:
-        number: The number of the weight.
-        ndim: The number of its dimensions.
-    """
+    """The origins of a weight's own dimensions."""
     return tuple(frozenset([(number, d)]) for d in range(ndim))
 
 
@@ -199,11 +194,7 @@ class Value:
         return math.prod(self.shape) * self.itemsize
 
     def comes_from(self, origins: Origins) -> None:
-        """Adds origins to its dimensions.
-
-        Args:
-            origins: Those of every dimension.
-        """
+        """Adds origins to its dimensions."""
         self.origins, self.shape = origins, self.seen
         if self.parts > 1:
             rows = next((d for d, o in enumerate(origins) if BATCH in o), None)

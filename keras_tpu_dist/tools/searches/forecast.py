@@ -113,28 +113,16 @@ class Placed:
         return max(map(self.ground.ways, every), default=1)
 
     def stored(self, index: int) -> tuple[str, ...]:
-        """The data axes that split a stored weight.
-
-        Args:
-            index: The number of the weight.
-        """
+        """The data axes that split a stored weight."""
         data = self.ground.data_axes
         return tuple(axis for axes in self.specs[index] for axis in axes if axis in data)
 
     def ways(self, index: int) -> int:
-        """The number of parts in which a weight is stored.
-
-        Args:
-            index: The number of the weight.
-        """
+        """The number of parts in which a weight is stored."""
         return math.prod(map(self.ground.ways, self.specs[index]))
 
     def used_ways(self, index: int) -> int:
-        """The number of parts in which a weight is used.
-
-        Args:
-            index: The number of the weight.
-        """
+        """The number of parts in which a weight is used."""
         return math.prod(map(self.ground.ways, self.split(index)))
 
     @functools.cached_property
@@ -143,11 +131,7 @@ class Placed:
         return frozenset(lookup.weight for lookup in self.facts.lookups)
 
     def columns(self, index: int) -> float:
-        """The columns of a table's rows on one device; 0 for a vector, which has none.
-
-        Args:
-            index: The number of the weight.
-        """
+        """The columns of a table's rows on one device; 0 for a vector, which has none."""
         shape, axes = self.facts.weights[index].shape, self.specs[index]
         return shape[-1] / self.ground.ways(axes[-1]) if len(shape) > 1 else 0.0
 

@@ -178,9 +178,6 @@ def simulate_devices(options: argparse.Namespace) -> None:
 def mesh_of(text: str | None) -> dict[str, int] | None:
     """Axis sizes, from `data=64,model=4`.
 
-    Args:
-        text: The word, or `None`.
-
     Raises:
         ValueError: If an axis has no size, or occurs twice.
     """
@@ -215,9 +212,6 @@ def layout_of(text: str | None) -> Any:
 
 def remat_of(text: str | None) -> str | dict[str, str] | None:
     """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`.
-
-    Args:
-        text: The word, or `None`.
 
     Raises:
         ValueError: If a pattern has no policy.
@@ -283,9 +277,6 @@ def topologies_of(text: str) -> list[Topology]:
 
 def price_of(text: str | None) -> float | dict[str, float] | None:
     """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`.
-
-    Args:
-        text: The word, or `None`.
 
     Raises:
         ValueError: If it is not a number.

@@ -18,22 +18,13 @@ Answered = tuple[Any, int]
 
 
 def check_page(options: Namespace) -> None:
-    """Raises an error if the page cannot be written, before minutes of work.
-
-    Args:
-        options: The options of a command with `--html`.
-    """
+    """Raises an error if the page cannot be written, before minutes of work."""
     if options.html is not None:
         file_of(options.html)
 
 
 def with_page(options: Namespace, answer: Any) -> Any:
-    """Writes an answer as a page if `--html` is given, and returns it.
-
-    Args:
-        options: The options of a command with `--html`.
-        answer: The answer.
-    """
+    """Writes an answer as a page if `--html` is given, and returns it."""
     if options.html is not None:
         answer.to_html(options.html)
     return answer

@@ -20,11 +20,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors start with the nearest valid word, if there is one."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage and the error, and exits with code 2.
-
-        Args:
-            message: The error from `argparse`.
-        """
+        """Prints the usage and the error, and exits with code 2."""
         hint = _nearest_choice(message) or _nearest_option(message, self.format_help())
         super().error(f"{hint.strip()} {message}" if hint else message)
 
@@ -48,9 +44,6 @@ def program_name() -> str:
 
 def parser_of(program: str) -> Parser:
     """The parser of all commands.
-
-    Args:
-        program: The name of the program, for usage lines.
 
     Returns:
         A parser whose options have `command`, the command's name, and `parser`, its own parser.
