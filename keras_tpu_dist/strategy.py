@@ -944,6 +944,57 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             progress=progress,
         )
 
+    def verify_run(
+        self,
+        fn: Callable,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+        *,
+        steps: int = 1,
+        topology: str | Topology,
+        as_on_chip: bool = False,
+        timeout: float = 1800.0,
+    ) -> "Verification":
+        """Runs what the TPU compiler makes of a launch of `run` or `loop`, without a TPU.
+
+        The real TPU compiler compiles the launch for a slice with as many devices as this strategy
+        has simulated ones. Its program runs on these, and so does the program that they have
+        anyway, with the same arguments and values of variables. Every result and every update is
+        compared. No variable changes; an iterator among the arguments moves on.
+
+        Args:
+            fn: The function. See `run`, as for all arguments up to `steps`.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            options: `RunOptions` for inputs of varying sizes.
+            steps: The number of steps of the launch; for `loop`, its `steps_per_launch`.
+            topology: The slice, such as `"v5e:2x4"`.
+            as_on_chip: Whether products of float32 round their operands, as a TPU does by default.
+            timeout: Seconds after which compiling, or running, is stopped.
+
+        Returns:
+            A `Verification`. If results differ, you see it there; no error is raised.
+
+        Raises:
+            ValueError: If an argument is wrong, the strategy has no simulated devices or another
+                number of them than the slice, or the program has an operation that cannot be run
+                on simulated devices.
+            RuntimeError: If the compiler refuses the program, or libtpu is not installed.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy()  # on 8 simulated devices
+        >>> def mean(x):
+        ...     return ktd.get_replica_context().all_reduce("mean", x)
+        >>> print(strategy.verify_run(mean, (1.0,), topology="v5e:2x4").equal)  # doctest: +SKIP
+        True
+        """
+        from keras_tpu_dist.tools.replay.replica import verify_run
+
+        return verify_run(self, fn, args, kwargs, options, steps, topology, as_on_chip, timeout)
+
     def _verified(self, model: Any, **asked: Any) -> "Verification":
         """`keras_tpu_dist.verify`, for dry runs, which do not import what runs their programs."""
         from keras_tpu_dist.tools.replay import verify

@@ -187,10 +187,30 @@ class ReplicaProgram:
         results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
         return jax.tree.unflatten(self._treedef, results)
 
-    def with_arguments(self, call: Call) -> tuple[Any, tuple[dict, list]]:
-        """The jitted program of one step, and its arguments, to be lowered or exported."""
-        consumed = _keras.values_of(self._known.consumed)
-        return self._run, (self._inputs(call, self._known), consumed)
+    def with_arguments(self, call: Call, steps: int = 1) -> tuple[Any, tuple[dict, list]]:
+        """The program, and its arguments, of which a launch overwrites nothing that is in use.
+
+        Args:
+            call: The arguments of the function.
+            steps: The number of steps.
+        """
+        run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, False))
+        with self._buffers.lock:
+            consumed = copies_apart(_keras.values_of(self._known.consumed))
+            return run, (self._inputs(call, self._known), consumed)
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """What the program returns: for each array the path of a variable, or its place among the
+        function's results."""
+        numbered = jax.tree.unflatten(self._treedef, range(self._treedef.num_leaves))
+        places, _ = jax.tree_util.tree_flatten_with_path(numbered)
+        return {
+            "outs": [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in places],
+            "mirrored": [v.path for v in self._shared],
+            "own": [f"{v.path} of all replicas" for v in self._own],
+            "combined": [v.path for v in self._own],
+        }
 
     @property
     def serves(self) -> bool:
@@ -509,8 +529,8 @@ class ReplicaProgram:
     def _once(self, call: Call) -> dict:
         """The outputs for other arguments, without assigning or consuming anything."""
         with self._buffers.lock:
-            copies = copies_apart(_keras.values_of(self._known.consumed))
-            return self._outputs(self._run, self._inputs(call, self._known), copies)
+            run, (inputs, copies) = self.with_arguments(call)
+            return self._outputs(run, inputs, copies)
 
     def _check_padding(self, call: Call) -> None:
         outputs = self._once(call)

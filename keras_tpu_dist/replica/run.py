@@ -75,13 +75,14 @@ class ReplicaCode:
         options: RunOptions | None,
         steps: int,
         outputs: str,
+        use: Callable[..., Any] = ReplicaProgram.launch,
     ) -> Any:
-        """See `TPUStrategy.run`."""
+        """See `TPUStrategy.run`; `use` gets the program, its arguments, steps and `every`."""
         self._check_run(strategy, fn, args, kwargs, options)
         # The usual call passes no checks; `True` is no number of steps.
         if (type(steps), steps, outputs) != (int, 1, "last"):
             check_steps("run", outputs, steps=steps)
-        launch, every = self._launch_of(strategy, fn, options), outputs == "all"
+        launch, every = self._launch_of(strategy, fn, options, use), outputs == "all"
         iterator = iterator_among(args, kwargs or {})
         if iterator is not None:
             alike = alike_under(options)
@@ -111,7 +112,13 @@ class ReplicaCode:
             every=outputs == "all",
         )
 
-    def _launch_of(self, strategy: Strategy, fn: Callable, options: RunOptions | None) -> Launch:
+    def _launch_of(
+        self,
+        strategy: Strategy,
+        fn: Callable,
+        options: RunOptions | None,
+        use: Callable[..., Any] = ReplicaProgram.launch,
+    ) -> Launch:
         """Runs the function with arguments and a number of steps; returns the last results or
         all."""
         fn = _without_jit(fn)
@@ -124,10 +131,10 @@ class ReplicaCode:
                 known = programs.get(key, ())
                 for program in known:
                     if program.serves:
-                        return program.launch(call, steps, every)
+                        return use(program, call, steps, every)
                 program = ReplicaProgram(_weakly(fn), call, strategy, self._buffers)
                 programs[key] = [program, *(each for each in known if not each.outdated)]
-                return program.launch(call, steps, every)
+                return use(program, call, steps, every)
 
         return launch
 

@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -297,6 +299,95 @@ def test_in_a_shell(tmp_path, monkeypatch, capsys):
     assert found["equal"] is True
     assert (found["steps"], found["topology"]) == (2, "v5e:2x2")
     assert "equal" in (tmp_path / "page.html").read_text()
+
+
+def against_each_other(strategy):
+    """A step of a loop that trains two networks with two optimizers, and counts ids."""
+    with strategy.scope():
+        networks = [
+            keras.Sequential(
+                [keras.Input((n,)), layers.Dense(16, "relu"), layers.Dense(8)], name=n_
+            )
+            for n, n_ in ((4, "maker"), (8, "judge"))
+        ]
+        optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.Adagrad(0.01)]
+        mean, seed = keras.metrics.Mean(name="mean"), keras.random.SeedGenerator(3)
+        counts = keras.Variable(np.zeros(96, "float32"), name="counts", aggregation="sum")
+    maker, judge = networks
+
+    def step(batch):
+        x, ids = batch
+        context = ktd.get_replica_context()
+        noise = keras.random.normal((x.shape[0], 4), seed=seed)
+
+        def judged(made, judging):
+            real, fake = (
+                judge.stateless_call(judging, [], of)[0].mean(-1)
+                for of in (x, maker.stateless_call(made, [], noise)[0])
+            )
+            return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
+
+        for network, sign, optimizer in ((1, 1, optimizers[0]), (0, -1, optimizers[1])):
+            weights = [[v.value for v in n.trainable_variables] for n in networks]
+            loss, gradients = jax.value_and_grad(judged, network)(*weights)
+            gradients = [sign * g for g in context.all_reduce("mean", gradients)]
+            optimizer.apply(gradients, networks[network].trainable_variables)
+        counts.assign(counts + ops.segment_sum(ops.ones_like(ids, "float32"), ids, 96))
+        mean.update_state(loss)
+        return context.all_reduce("mean", loss)
+
+    return step, [*maker.variables, *judge.variables, counts]
+
+
+def rows_and_ids(strategy):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(64, 8)).astype("float32"), rng.integers(0, 96, 64, "int32")
+    return iter(strategy.distribute_dataset(rows, batch_size=16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "layout", "steps"),
+    [
+        ({"data": 4, "model": 2}, "tensor_parallel", 4),
+        ({"data": 2, "fsdp": 2, "model": 2}, "fsdp", 1),
+    ],
+)
+def test_a_loop_is_equal_and_changes_nothing(mesh, layout, steps):
+    here = ktd.TPUStrategy(mesh, layout)
+    step, variables = against_each_other(here)
+    before = [np.array(v) for v in variables]
+    dataset = rows_and_ids(here)
+    found = here.verify_run(step, (dataset,), steps=steps, topology="v5e:2x4")
+    assert found.equal, found
+    assert found.largest_difference < 1e-5
+    assert (found.mode, found.model, found.steps) == ("run", "step", steps)
+    names = [row.name for row in found.rows]
+    for name in ("counts", "maker/dense/kernel", "mean/total", "result"):
+        assert any(name in row for row in names), names
+    for value, variable in zip(before, variables, strict=True):
+        np.testing.assert_array_equal(value, np.array(variable))
+    assert "computes the same as simulated devices" in str(found)
+    here.run(step, (rows_and_ids(here),))
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "words"),
+    [
+        ({"topology": "v5e:2x2"}, {"data": 8}, r"as many simulated devices.*v5e:2x2, 4 devices"),
+        ({"topology": "v5e:2x4", "steps": 0}, {"data": 8}, "steps of run is a whole number"),
+        ({"topology": "v5e:2x4", "timeout": 0}, {"data": 8}, "timeout of verify_run is a number"),
+    ],
+)
+def test_wrong_arguments_of_a_run(options, mesh, words):
+    with pytest.raises(ValueError, match=words):
+        ktd.TPUStrategy(mesh).verify_run(lambda x: x, (1.0,), **options)
+
+
+def test_a_run_needs_simulated_devices():
+    there = ktd.TPUStrategy({"data": 4}, topology="v5e:2x2")
+    with pytest.raises(ValueError, match=r"ktd.simulate\(4\) first"):
+        there.verify_run(lambda x: x, (1.0,), topology="v5e:2x2")
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def lower(
             notes=tuple(notes),
             tokens_loop=loop,
             launch=_launch(program, state, placed, exported, batch) if to_run else None,
-            **_of_platform(strategy, platform),
+            **of_platform(strategy, platform),
         )
 
 
@@ -458,7 +458,7 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
     )
 
 
-def _of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
+def of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
     """The slice, and the strategy's options for the compiler; none if CPU devices replace it."""
     topology = strategy.topology or of_devices(strategy.mesh.devices)
     found = {"platform": platform, "topology": topology if platform == "tpu" else None}
@@ -499,6 +499,20 @@ def _launch(
     after = [value for group in numbered[1] for value in group]
     returned = tuple(n for n, value in enumerate(after) if value is not None)
 
+    return Launch(shapes, placed, returned, kernels_of(step, (state, placed), exported))
+
+
+def kernels_of(
+    program: Callable, arguments: tuple, exported: jax.export.Exported
+) -> tuple[Any, ...]:
+    """The equations of a program's hand-written kernels.
+
+    Args:
+        program: The program.
+        arguments: Its arguments, or their shapes.
+        exported: The program, exported for a TPU.
+    """
+
     def kernels(jaxpr: Any) -> Iterator[Any]:
         for equation in opened(jaxpr).eqns:
             if equation.primitive.name == "pallas_call":
@@ -507,14 +521,13 @@ def _launch(
                 for inner in inner_jaxprs(equation):
                     yield from kernels(inner)
 
-    found: tuple[Any, ...] = ()
-    if b"tpu_custom_call" in exported.mlir_module_serialized:
-        found = tuple(kernels(jax.jit(step).trace(state, placed).jaxpr))
-    return Launch(shapes, placed, returned, found)
+    if b"tpu_custom_call" not in exported.mlir_module_serialized:
+        return ()
+    return tuple(kernels(jax.jit(program).trace(*arguments).jaxpr))
 
 
 def export_step(
-    step: Callable, state: tuple, placed: PlacedBatch, platform: str, notes: list[str]
+    step: Callable, state: Any, placed: Any, platform: str, notes: list[str]
 ) -> jax.export.Exported:
     """Lowers a step for a platform.
 

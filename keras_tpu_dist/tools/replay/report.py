@@ -69,15 +69,16 @@ class WrongPass(Printed):
 
 @dataclass(frozen=True, repr=False)
 class Verification(Page):
-    """The result of `keras_tpu_dist.verify`.
+    """The result of `keras_tpu_dist.verify` and `TPUStrategy.verify_run`.
 
     Args:
         rows: Every array, in the program's order: results, then variables.
-        mode: `"train"`, `"evaluate"` or `"predict"`.
-        model: The model's name.
+        mode: `"train"`, `"evaluate"` or `"predict"`; `"run"` for a function of
+            `strategy.verify_run`, which is compared with as many simulated devices.
+        model: The name of the model, or of the function.
         topology: The slice, such as `"v5e:2x4"`.
         mesh: Mesh axes and their sizes.
-        batch_size: Rows of all devices together.
+        batch_size: Rows of all devices together; 0 if a function has no batch.
         steps: Steps of a launch.
         launches: How many launches ran.
         libtpu: The version of the compiler.
@@ -113,7 +114,7 @@ class Verification(Page):
 
     @property
     def equal(self) -> bool:
-        """Whether every array equals one device, but for rounding.
+        """Whether every array is equal, but for rounding.
 
         With `as_on_chip`, whether results such as the loss do, within a few times the precision of
         bfloat16.
@@ -140,8 +141,8 @@ class Verification(Page):
         worst = self.wrong[0]
         return (
             f"libtpu {self.libtpu} computes a different result from the pass {found.name!r} on "
-            f"(right after {found.right_after!r}). Program: {self.mode} step of {self.model}, "
-            f"{self.steps} step(s) a launch, {self.batch_size} rows, mesh {self.mesh} on "
+            f"(right after {found.right_after!r}). Program: {self._what()}, "
+            f"{self.steps} step(s) a launch, mesh {self.mesh} on "
             f"{self.topology}. Array {worst.name} {worst.dtype}{list(worst.shape)} is off by "
             f"{worst.difference:.1e} of its largest value. Found by running the compiled HLO on "
             "simulated CPU devices; the program after each pass: compiler options xla_dump_to, "
@@ -172,24 +173,32 @@ class Verification(Page):
             lines += ["", f"to report: {self.upstream_report}"]
         return "\n".join([self._verdict(), *lines])
 
+    def _what(self) -> str:
+        if self.mode == "run":
+            return f"strategy.run of {self.model}"
+        return f"{self.model}, {self.mode}, {self.batch_size} rows"
+
+    def _beside(self) -> str:
+        return "simulated devices" if self.mode == "run" else "one device"
+
     def _verdict(self) -> str:
         what = "what the TPU compiler makes of it"
         if self.as_on_chip:
             results = [row.difference for row in self.rows if math.isfinite(row.allowed)]
             return (
-                "rounded as on the chip, results differ from float32 on one device by "
+                f"rounded as on the chip, results differ from float32 on {self._beside()} by "
                 f"{max(results, default=0.0):.0e}, variables by up to "
                 f"{self.largest_difference:.0e} of their largest value"
             )
         if self.equal:
             # Rounded up: the last bits differ from one machine to another.
             digits = math.ceil(math.log10(max(self.largest_difference, 1e-6)))
-            return f"equal: {what} computes the same as one device, within {10.0**digits:.0e}"
+            return f"equal: {what} computes the same as {self._beside()}, within {10.0**digits:.0e}"
         return f"NOT equal: {what} differs in {len(self.wrong)} of {len(self.rows)} arrays"
 
     def _facts(self) -> Iterable[tuple[str, str]]:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
-        yield "model", f"{self.model}, {self.mode}, {self.batch_size} rows"
+        yield "function" if self.mode == "run" else "model", self._what()
         yield "slice", f"{self.topology}, mesh {mesh}, libtpu {self.libtpu}"
         launches = f"{self.launches} launch" + ("es" if self.launches > 1 else "")
         yield (

@@ -45,7 +45,7 @@ from keras_tpu_dist.tools.hlo.parse import parse
 from keras_tpu_dist.tools.replay import execute
 from keras_tpu_dist.tools.replay.kernels import interpreted, kernel_name
 from keras_tpu_dist.tools.replay.passes import first_wrong
-from keras_tpu_dist.tools.replay.report import Row, Verification
+from keras_tpu_dist.tools.replay.report import Row, Verification, WrongPass
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -136,17 +136,16 @@ def verify(
     with stages(f"verify, {mode}", 4) as begin:
         begin("building and lowering for the slice")
         # The compiler has kernels of its own for ragged products, whose code cannot be run here.
-        with _ragged_products_as_products():
+        with ragged_products_as_products():
             lowered = lower(step, steps=steps, to_run=True)
         assert lowered.launch is not None
         begin("running on one device")
         reference = _alone(step, given, lowered, as_on_chip)
         begin("compiling for the TPU")
-        compiled = _Compiled(lowered, reference, timeout, as_on_chip)
+        kernels = lowered.launch.kernels
+        compiled = TPUProgram(lowered, _expected(lowered, reference), kernels, timeout, as_on_chip)
         begin("running the TPU's program")
-        rows = compiled.rows()
-        wrong = [row for row in rows if not row.equal]
-        found = first_wrong(compiled) if wrong and not as_on_chip else None
+        rows, found = compiled.judged()
     slice_ = lowered.topology
     assert slice_ is not None
     return Verification(
@@ -168,7 +167,8 @@ def verify(
 
 
 @contextlib.contextmanager
-def _ragged_products_as_products() -> Iterator[None]:
+def ragged_products_as_products() -> Iterator[None]:
+    """Lets ragged products be traced as plain ones."""
     name = "jax_ragged_dot_use_ragged_dot_instruction"
     before = getattr(jax.config, name)
     jax.config.update(name, False)
@@ -181,19 +181,30 @@ def _ragged_products_as_products() -> Iterator[None]:
 def _check(
     strategy: Strategy, mode: str, steps: int | None, as_on_chip: bool, timeout: float
 ) -> None:
-    require("verify", SECONDS, timeout=timeout)
-    require("verify", FLAG, as_on_chip=as_on_chip)
     require("verify", one_of(*_MODES), mode=mode)
     require("verify", whole_number(1), True, steps=steps)
+    check_options("verify", as_on_chip, timeout)
     if strategy.topology is None:
         raise value_error(
             "verify needs a slice to compile for.",
             received=f"a strategy on {len(strategy.mesh.devices.flat)} attached devices.",
             fix='Pass TPUStrategy(..., topology="v5e:2x4").',
         )
+
+
+def check_options(where: str, as_on_chip: bool, timeout: float) -> None:
+    """Checks what all verifications need.
+
+    Args:
+        where: The function, for errors.
+        as_on_chip: Whether products round as the chip does.
+        timeout: Seconds.
+    """
+    require(where, SECONDS, timeout=timeout)
+    require(where, FLAG, as_on_chip=as_on_chip)
     if not has_libtpu():
         raise runtime_error(
-            "verify needs the TPU compiler.",
+            f"{where} needs the TPU compiler.",
             received="libtpu is not installed.",
             fix="pip install 'jax[tpu]', on Linux x86-64.",
         )
@@ -281,27 +292,87 @@ def _of_launch(kind: str, outputs: list[Any], after: Any) -> tuple[list[str], li
     return names, [np.asarray(leaf) for leaf in leaves]
 
 
-class _Compiled:
-    """The TPU's program of a launch, and what it computes on simulated devices.
+@dataclass(frozen=True)
+class Expected:
+    """What launches of a program get, and what the last one should return.
 
     Args:
-        lowered: The launch.
-        reference: What one device computed.
+        launches: The arguments of each launch; `None` for one that a launch before has returned.
+        carried: From such an argument to the result, by their numbers.
+        names: The names of the results.
+        results: The results.
+        allowed: How far each may be off by rounding, relative to its largest value.
+    """
+
+    launches: list[list[Any]]
+    carried: dict[int, int]
+    names: list[str]
+    results: list[np.ndarray]
+    allowed: list[float]
+
+
+def _expected(lowered: Lowered, reference: _Reference) -> Expected:
+    state = [value for group in reference.state for value in group]
+    assert lowered.launch is not None
+    batch, steps = lowered.launch.placed, lowered.steps
+    stacked, given = steps > 1, reference.batches
+    launches = []
+    for first in range(0, len(given), steps):
+        columns = zip(*(flatten(one)[0] for one in given[first : first + steps]), strict=True)
+        arrays = []
+        for column, slot, shape in zip(columns, batch.slots, flatten(batch.data)[0], strict=True):
+            array = np.stack(column) if stacked else np.asarray(column[0])
+            if slot.axis is not None:
+                axis = slot.axis + stacked
+                array = padded(array, axis, shape.shape[axis])
+            arrays.append(array.astype(shape.dtype))
+        launches.append([*(state if first == 0 else [None] * len(state)), *arrays])
+    # Evaluation and prediction return only values that they change.
+    outputs = len(reference.results) - len(state)
+    chosen = [*range(outputs), *(outputs + n for n in lowered.launch.returned)]
+    return Expected(
+        launches,
+        {n: len(chosen) - len(state) + n for n in range(len(state))},
+        [reference.names[n] for n in chosen],
+        [reference.results[n] for n in chosen],
+        [reference.allowed[n] for n in chosen],
+    )
+
+
+class TPUProgram:
+    """The TPU's program, and what it computes on simulated devices.
+
+    Args:
+        lowered: The program.
+        expected: What it gets and should return.
+        kernels: The equations of its hand-written kernels.
         timeout: Seconds after which compiling, or running, is stopped.
         as_on_chip: Whether products round their operands as the chip does.
     """
 
-    def __init__(self, lowered: Lowered, reference: _Reference, timeout: float, as_on_chip: bool):
-        assert lowered.launch is not None
+    def __init__(
+        self,
+        lowered: Lowered,
+        expected: Expected,
+        kernels: tuple[Any, ...],
+        timeout: float,
+        as_on_chip: bool,
+    ):
         assert lowered.topology is not None
-        self._lowered, self._launch, self._reference = lowered, lowered.launch, reference
+        self._lowered, self._expected = lowered, expected
         self._where = lowered.topology.name
         self._timeout, self._as_on_chip = timeout, as_on_chip
-        self._kernels = interpreted(self._launch.kernels)
+        self._kernels = interpreted(kernels)
         self._answer = self._compile({})
         program = parse(self._answer["text"])
         self.instructions = sum(len(computation.instructions) for computation in program)
-        self.kernels = tuple(sorted({kernel_name(kernel) for kernel in self._launch.kernels}))
+        self.kernels = tuple(sorted({kernel_name(kernel) for kernel in kernels}))
+
+    def judged(self) -> tuple[list[Row], WrongPass | None]:
+        """The comparison of every result, and the pass that makes the program wrong, if any."""
+        rows = self.rows()
+        wrong = any(not row.equal for row in rows)
+        return rows, first_wrong(self) if wrong and not self._as_on_chip else None
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
         job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}
@@ -363,56 +434,27 @@ class _Compiled:
             runnable(parse(text), number, kernels=self._kernels, as_on_chip=self._as_on_chip)
             for text in texts
         ]
-        arguments, carried = self._arguments()
         job = {
             "script": os.path.abspath(execute.__file__),
             "texts": program_texts,
             "devices": number,
-            "arguments": arguments,
-            "carried": carried,
+            "arguments": self._expected.launches,
+            "carried": self._expected.carried,
             **{name: answer[name] for name in ("inputs", "outputs", "shapes")},
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
         ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
         if error := ran.get("error"):
             raise RuntimeError(error)
-        return [
-            each if isinstance(each, str) else self._compared(self._reference, each)
-            for each in ran["results"]
-        ]
+        return [each if isinstance(each, str) else self._compared(each) for each in ran["results"]]
 
-    def _arguments(self) -> tuple[list[list[Any]], dict[int, int]]:
-        """The arguments of each launch, and from those that are carried to their results."""
-        state = [value for group in self._reference.state for value in group]
-        batch, steps = self._launch.placed, self._lowered.steps
-        stacked, given = steps > 1, self._reference.batches
-        launches = []
-        for first in range(0, len(given), steps):
-            columns = zip(*(flatten(one)[0] for one in given[first : first + steps]), strict=True)
-            arrays = []
-            for column, slot, shape in zip(
-                columns, batch.slots, flatten(batch.data)[0], strict=True
-            ):
-                array = np.stack(column) if stacked else np.asarray(column[0])
-                if slot.axis is not None:
-                    axis = slot.axis + stacked
-                    array = padded(array, axis, shape.shape[axis])
-                arrays.append(array.astype(shape.dtype))
-            launches.append([*(state if first == 0 else [None] * len(state)), *arrays])
-        results = len(self._answer["shapes"])
-        return launches, {n: results - len(state) + n for n in range(len(state))}
-
-    def _compared(self, reference: _Reference, results: list[tuple[Any, float]]) -> list[Row]:
-        state = sum(len(group) for group in reference.state)
-        outputs = len(reference.results) - state
-        # Evaluation and prediction return only values that they change.
-        chosen = [*range(outputs), *(outputs + n for n in self._launch.returned)]
-        rows = []
-        for (found, apart), n in zip(results, chosen, strict=True):
-            right = reference.results[n]
+    def _compared(self, results: list[tuple[Any, float]]) -> list[Row]:
+        expected, rows = self._expected, []
+        for (found, apart), name, right, allowed_here in zip(
+            results, expected.names, expected.results, expected.allowed, strict=True
+        ):
             scale = largest(right)
             # Devices that hold the same part must hold the same numbers.
             off = max(gap(found, right, scale), gap(apart, 0.0, scale))
-            shape, dtype = tuple(right.shape), str(right.dtype)
-            rows.append(Row(reference.names[n], shape, dtype, off, reference.allowed[n]))
+            rows.append(Row(name, tuple(right.shape), str(right.dtype), off, allowed_here))
         return rows
