@@ -2,13 +2,12 @@
 
 import doctest
 import importlib
-import importlib.util
 import inspect
-import pathlib
 import pkgutil
 import re
 
 import pytest
+from helpers import of_docs
 
 import keras_tpu_dist as ktd
 
@@ -35,22 +34,14 @@ def test_public_names_are_documented(name):
         assert "Example:" in public.__doc__, f"{name} has no example"
 
 
-def architecture():
-    path = pathlib.Path(__file__).parents[1] / "docs" / "architecture.py"
-    spec = importlib.util.spec_from_file_location("architecture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_drawn_pages_are_as_the_code_is():
-    page = architecture()
+    page = of_docs("architecture")
     for path in page.PARTS:
         assert page.written(path) == path.read_text(), "run `python docs/architecture.py`"
 
 
 def test_what_the_architecture_page_names_exists():
-    text = architecture().PAGE.read_text()
+    text = of_docs("architecture").PAGE.read_text()
     names = set(re.findall(r"`((?:[a-z_]+\.)+[A-Za-z_.]+)`", text)) - {"strategy.runner"}
     names = {name for name in names if not name.startswith(("keras", "model.", "strategy."))}
     assert len(names) > 20

@@ -6,13 +6,13 @@ import pathlib
 import re
 
 import pytest
+from helpers import of_docs
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 
+architecture, figures = of_docs("architecture"), of_docs("figures")
 ROOT = pathlib.Path(ktd.__file__).parent
-# Packages that hold packages.
-WINGS = ("programs", "tools")
 # Each package, or module beside the packages, and those whose names it may import.
 BASE = {"common", "_keras"}
 PACKAGES = {
@@ -114,43 +114,19 @@ def trees():
 
 
 def package_of(path):
-    return package_named(path.relative_to(ROOT).with_suffix("").parts)
-
-
-def package_named(parts):
-    """The package of a module: in a wing, the one within it."""
-    inner = parts[0] in WINGS and (ROOT / parts[0] / parts[1]).is_dir() if len(parts) > 1 else False
-    return ".".join(parts[:2]) if inner else parts[0]
-
-
-def imported(node):
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_dist"):
-        parts = node.module.split(".")[1:]
-        if not parts or parts[-1] in WINGS:
-            return [package_named((*parts, alias.name)) for alias in node.names]
-        return [package_named(parts)]
-    return []
+    return architecture.package_named(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def test_imports_run_one_way():
-    assert {package_of(path) for path in trees()} - {"__init__"} == set(PACKAGES)
-    for path, tree in trees().items():
-        if path == ROOT / "__init__.py":
-            continue
-        known = {package_of(path), *PACKAGES[package_of(path)]}
-        for node in ast.walk(tree):
-            assert set(imported(node)) <= known, f"{path} imports {imported(node)}"
+    found = architecture.imports()
+    assert set(found) == set(PACKAGES)
+    assert {
+        name: found[name] - PACKAGES[name] for name in found if found[name] - PACKAGES[name]
+    } == {}
 
 
 def test_the_table_has_no_circle():
-    order = []
-    rest = {name: set(knows) for name, knows in PACKAGES.items()}
-    while rest:
-        ready = sorted(name for name, knows in rest.items() if knows <= {*order, name})
-        assert ready, f"a circle within {sorted(rest)}"
-        order += ready
-        for name in ready:
-            del rest[name]
+    architecture.levels({name: knows - {name} for name, knows in PACKAGES.items()})
 
 
 def own_names():
@@ -296,20 +272,8 @@ def test_functions_are_short():
     assert {f: n for f, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
 
 
-def splats(tree):
-    """Lines on which a literal is unpacked where its items could stand themselves."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List, ast.Set)):
-            yield node.lineno
-        elif isinstance(node, ast.keyword) and not node.arg and isinstance(node.value, ast.Dict):
-            yield node.value.lineno
-        elif isinstance(node, ast.Dict):
-            of_dicts = zip(node.keys, node.values, strict=True)
-            yield from (v.lineno for k, v in of_dicts if k is None and isinstance(v, ast.Dict))
-
-
 def test_no_literal_is_unpacked():
-    found = {path: list(splats(tree)) for path, tree in trees().items()}
+    found = {path: figures.splats(tree) for path, tree in trees().items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -327,7 +291,7 @@ def test_no_literal_is_unpacked():
     ],
 )
 def test_the_search_for_unpacked_literals_finds_them(source, found):
-    assert len(list(splats(ast.parse(source)))) == found
+    assert len(figures.splats(ast.parse(source))) == found
 
 
 # Keras's layers, and the arithmetic of their steps without Keras.

@@ -11,7 +11,7 @@ import jax
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common import recorder, records
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import Seconds, is_count, known_words
 from keras_tpu_dist.common.errors import message, runtime_error, value_error
 from keras_tpu_dist.common.launched import (
     COORDINATOR,
@@ -47,13 +47,14 @@ _NOTHING = (None, None, None)
 _FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
 
 
+@known_words
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    timeout_s: float = 300.0,
-    peer_timeout_s: float = PEER_TIMEOUT_S,
+    timeout_s: Seconds = 300.0,
+    peer_timeout_s: Seconds = PEER_TIMEOUT_S,
     mtls_cert_file: str | None = None,
     mtls_key_file: str | None = None,
     mtls_ca_file: str | None = None,

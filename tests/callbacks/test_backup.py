@@ -254,19 +254,6 @@ def test_how_many_are_kept(tmp_path, double):
     assert _steps(tmp_path / "backup") == ([16, 19] if double else [19])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("",), "backup_dir of BackupAndRestore is a path"),
-        (("backup", "epochs"), 'save_freq of .* is "epoch" or a number of batches.*epochs'),
-        (("backup", 0), 'save_freq of .* is "epoch" or a number of batches.*0'),
-    ],
-)
-def test_bad_arguments(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        BackupAndRestore(*arguments)
-
-
 def test_a_backup_in_a_bucket_is_seen_and_deleted(tmp_path, monkeypatch):
     assert str(reader.folder("gs://bucket/backup")) == "gs://bucket/backup"
     bucket = reader.folder(tmp_path / "bucket")

@@ -269,10 +269,7 @@ def test_custom_train_steps(caplog):
     assert "ran 38 optimizer steps, because its train step applies" in caplog.text
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "10"])
-def test_bad_numbers(n):
-    with pytest.raises(ValueError, match="n of StopAtStep is a whole number of at least 1"):
-        StopAtStep(n)
+def test_a_number_of_numpy():
     assert StopAtStep(np.int64(3)).n == 3
 
 

@@ -571,15 +571,6 @@ def test_stock_keras_and_a_train_step_without_the_optimizer(steps, expected, tmp
     assert_close(again.get_weights(), model.get_weights())
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"every_steps": 0}, {"every_minutes": -1}, {"keep": 0}, {"mode": "best"}]
-)
-def test_malformed_arguments(wrong, tmp_path):
-    name, value = next(iter(wrong.items()))
-    with pytest.raises(ValueError, match=f"^{name} .*Received: {name}={value!r}"):
-        ktd.callbacks.Checkpoint(tmp_path, **wrong)
-
-
 @slow
 def test_processes_that_see_other_directories_are_told(tmp_path, monkeypatch):
     fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))

@@ -159,34 +159,6 @@ def test_rates_are_those_of_one_device():
     assert applied.chip.hbm_bandwidth == 8e11
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "1e12", None, [1e12]])
-def test_odd_values(value):
-    for name in ("hbm_bandwidth", "link_bandwidth", "dcn_bandwidth", "quick", "exact"):
-        if value is None or (name in ("quick", "exact") and value == [1e12]):
-            continue
-        with pytest.raises(ValueError, match=name):
-            Calibration("v5e", **{name: value})
-    with pytest.raises(ValueError, match="peak_flops"):
-        Calibration("v5e", {"bfloat16": value})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"chip": "v5"}, r"chip of Calibration is .*chip='v5'.*Did you mean"),
-        ({"chip": 3}, "chip of Calibration is"),
-        ({"chip": "v5e", "peak_flops": {"__class__": 1e12}}, "by dtype"),
-        ({"chip": "v5e", "peak_flops": 1e12}, "by dtype"),
-        ({"chip": "v5e", "quick": (0.6, 0.4)}, "smallest and the largest"),
-        ({"chip": "v5e", "exact": (1, 2, 3)}, "smallest and the largest"),
-        ({"chip": "v5e", "source": 3}, "source of Calibration is a text"),
-    ],
-)
-def test_odd_calibrations(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        Calibration(**arguments)
-
-
 def test_a_calibration_saved_and_loaded_is_the_same(tmp_path):
     path = tmp_path / "v5e.json"
     measured = Calibration("v5e", {"int8": 3e14}, quick=(0.4, 0.5), source=EVIL)
@@ -222,11 +194,7 @@ def test_odd_files(text, words, tmp_path):
 
 def test_no_file(tmp_path):
     with pytest.raises(ValueError, match="JSON file"):
-        Calibration.load(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="JSON file"):
         Calibration.load(tmp_path)
-    with pytest.raises(ValueError, match="is a path"):
-        Calibration.load(3)
 
 
 def test_another_chip_is_refused():

@@ -274,21 +274,6 @@ def test_dry_run_in_the_shell_asks_for_the_sequence_length(tmp_path, capsys, mon
     assert "batch_size=None, without libtpu" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "32"])
-@pytest.mark.parametrize("of", ["dry_run", "search", "largest_batch", "compare"])
-def test_a_length_that_is_none(of, wrong):
-    calls = {
-        "dry_run": lambda: ktd.dry_run(task, _slice(), batch_size=8, sequence_length=wrong),
-        "search": lambda: ktd.search(task, "v5e:2x4", 8, sequence_length=wrong),
-        "largest_batch": lambda: ktd.largest_batch(task, _slice(), sequence_length=wrong),
-        "compare": lambda: ktd.compare(
-            task, topology="v5e:2x4", meshes=[{"data": 8}], batch_size=8, sequence_length=wrong
-        ),
-    }
-    with pytest.raises(ValueError, match=r"sequence_length .*whole number of at least 1"):
-        calls[of]()
-
-
 @pytest.mark.parametrize("call", [ktd.search, ktd.largest_batch])
 def test_search_and_largest_batch_say_the_same(call):
     slice_ = "v5e:2x4" if call is ktd.search else _slice()

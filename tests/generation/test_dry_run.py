@@ -78,8 +78,3 @@ def test_a_model_that_does_not_generate():
 
     with pytest.raises(ValueError, match=r"generate_step\(\).*Received.*Sequential.*CausalLM"):
         ktd.dry_run(dense, strategy(), batch_size=8, mode="generate")
-
-
-def test_a_mode_that_is_none():
-    with pytest.raises(ValueError, match="Did you mean 'generate'"):
-        ktd.dry_run(build, strategy(), x=INPUTS, batch_size=8, mode="generation")

@@ -94,20 +94,6 @@ def test_batches_that_do_not_fit(mesh, batch_axis, batch, words):
         BatchPlacer(mesh, ("data",), batch_axis).place(batch)
 
 
-@pytest.mark.parametrize("bad", [-1, "time", 1.5, True, (0, "x"), {"a": -2}])
-def test_batch_axis_of_no_kind(bad):
-    with pytest.raises(ValueError, match=r"A batch axis is a dimension.*batch_axis="):
-        ktd.TPUStrategy(batch_axis=bad)
-
-
-@pytest.mark.parametrize("bad", [-1, 1.5, "2", True])
-def test_prefetch_of_no_kind(bad):
-    with pytest.raises(
-        ValueError, match=r"prefetch of TPUStrategy is a whole number of at least 0.*prefetch="
-    ):
-        ktd.TPUStrategy(prefetch=bad)
-
-
 def test_iterator_looks_ahead_but_not_beyond_the_epoch():
     read = []
 

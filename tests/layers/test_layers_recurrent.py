@@ -343,7 +343,6 @@ def test_no_rows_give_no_rows(name):
         ({"unroll": 0}, "a positive integer, the number of steps in one iteration"),
         ({"unroll": -1}, "Received: unroll=-1"),
         ({"unroll": 2.0}, "Received: unroll=2.0"),
-        ({"segment": 0}, "must be None, 'auto' or a positive integer"),
         ({"segment": 9}, "must not be longer than the sequence. Received: segment=9, timesteps=4"),
     ],
 )

@@ -144,7 +144,6 @@ def test_a_plan_is_printed_edited_and_passed_back():
         ),
         ({"model": 8}, "fsdp", {}, r"'fsdp' splits over mesh axes that split the batch"),
         ({"model": 8}, None, {"shard_optimizer": True}, r"optimizer slots over the data axes"),
-        ({"data": 8}, "fsdpp", {}, r"A layout is None.*Did you mean 'fsdp'"),
     ],
 )
 def test_plans_that_the_mesh_cannot_serve(mesh, layout, options, words):

@@ -378,8 +378,3 @@ def test_rows_that_do_not_divide_lie_by_width():
     for part in one:
         assert_close(one[part], other[part])
     assert uses.of(model) == {"table/embeddings": tables_step.BY_ROWS}
-
-
-def test_tables_is_one_of_a_few_words():
-    with pytest.raises(ValueError, match="tables of TPUStrategy is"):
-        ktd.TPUStrategy({"data": 8}, tables="row")

@@ -405,12 +405,6 @@ def test_a_model_that_shares_layers_trained_from_a_callback(donate):
     assert_close(shared.kernel.numpy(), expected[-1], 0)
 
 
-@pytest.mark.parametrize("bad", ["sometimes", 3, 1, np.True_])
-def test_donate_state_of_no_kind(bad):
-    with pytest.raises(ValueError, match=r"donate_state is True, False or 'auto'.*Leave it out"):
-        ktd.TPUStrategy(donate_state=bad)
-
-
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("launch", [1, 2])
 def test_what_fails_after_a_launch_keeps_its_weights(donate, launch):
