@@ -222,9 +222,9 @@ def compiled_anew(model: keras.Model) -> Iterator[None]:
     Public replacement: `compile`, which makes a new state of training as well.
     """
     own = {name: getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics")}
-    unseen = {name: each for name, each in own.items() if each is not None and not each.built}
+    unseen = {name: value for name, value in own.items() if value is not None and not value.built}
     try:
-        _set_untracked(model, {name: _made_again(each) for name, each in unseen.items()})
+        _set_untracked(model, {name: _made_again(value) for name, value in unseen.items()})
         yield
     finally:
         _set_untracked(model, unseen)

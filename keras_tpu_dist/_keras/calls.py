@@ -103,8 +103,8 @@ def give_to_calls(read: Callable[[], Any], replaced: Callable[[Any], Any]) -> No
 @contextlib.contextmanager
 def _surrounded(arrays: list) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for (_, replaced), each in zip(_surroundings, arrays):
-            stack.enter_context(replaced(each))
+        for (_, replaced), array in zip(_surroundings, arrays):
+            stack.enter_context(replaced(array))
         yield
 
 

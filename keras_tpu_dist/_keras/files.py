@@ -65,7 +65,7 @@ def names_in_files(model: Any) -> tuple[dict[str, Any], dict[int, str]]:
     # An optimizer saves values, not variables.
     slots = getattr(getattr(model, "optimizer", None), "variables", ())
     found = recorder.found | {_name("optimizer", str(i)): v for i, v in enumerate(slots)}
-    return found, {each: _name(path, "") for each, path in visited.paths.items()}
+    return found, {saved: _name(path, "") for saved, path in visited.paths.items()}
 
 
 class WeightsFile:

@@ -63,8 +63,8 @@ def _names_of(kind: type) -> frozenset[str]:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    for each in (value.fget, value.fset) if isinstance(value, property) else (value,):
-        code = getattr(inspect.unwrap(each), "__code__", None) if callable(each) else None
+    for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
         if isinstance(code, CodeType):
             yield code
 

@@ -151,14 +151,14 @@ def install() -> None:
     Raises:
         ImportError: If this Keras is of an unknown version, or lacks a name or a parameter.
     """
-    missing = [each for each in _declared if (each.owner, each.name) not in _installed]
+    missing = [entry for entry in _declared if (entry.owner, entry.name) not in _installed]
     if not missing:
         return
     with _lock:
         check_keras(missing)
-        for each in missing:
-            if (each.owner, each.name) not in _installed:
-                _installed[each.owner, each.name] = each, _put_in_place(each)
+        for entry in missing:
+            if (entry.owner, entry.name) not in _installed:
+                _installed[entry.owner, entry.name] = entry, _put_in_place(entry)
 
 
 def check_keras(replacements: Any = None) -> None:

@@ -301,9 +301,9 @@ def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
         return []
     # A MultiOptimizer has no slots; its optimizers have those of their own weights.
     return [
-        each
+        slot
         for one in (optimizer, *getattr(optimizer, "optimizers", ()))
-        for each in slots_of_optimizer(one)
+        for slot in slots_of_optimizer(one)
     ]
 
 

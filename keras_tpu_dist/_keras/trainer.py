@@ -432,7 +432,7 @@ def _compile(created, compiling, stock, model, *args, **kwargs):
 
 def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     strategy = active_strategy()
-    names = tuple(each.removesuffix("_variables") for each, wanted in groups.items() if wanted)
+    names = tuple(group.removesuffix("_variables") for group, wanted in groups.items() if wanted)
     for kind in (kind for kind, of_kind in _GROUPS.items() if of_kind == names):
         _make_stale_anew(strategy, model, kind)
     if strategy is None:

@@ -123,7 +123,7 @@ class _Causal(splash.Mask):
         # Padded rows only see the first key.
         padding = (0, tiling(self.pieces.rows).padded - self.pieces.rows)
         every = (self.pieces.positions(i) for i in range(self.pieces.devices))
-        return np.concatenate([np.pad(each, padding) for each in every])
+        return np.concatenate([np.pad(array, padding) for array in every])
 
     def mask_function(self, rows, columns):
         seen = rows >= columns

@@ -198,27 +198,27 @@ class Checkpoint(InFit):
         own.run = new_run(FIX)
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
-        leader = next((each for each in self._all if each.has_loaded), None)
+        leader = next((checkpoint for checkpoint in self._all if checkpoint.has_loaded), None)
         newer = leader is None or (there and own.store.newest > leader.store.newest)
         if there and self._options.resume and newer:
             leader = own
             own.go_on()
-        for each in self._all:
-            if leader not in (None, each):
-                each.follow(leader)
+        for checkpoint in self._all:
+            if leader not in (None, checkpoint):
+                checkpoint.follow(leader)
 
     @property
     def _all(self) -> list[FitCheckpoints]:
         """The `FitCheckpoints` of all `Checkpoint` callbacks of the fit that have started."""
-        found = [each.checkpoints for each in self._of_this_kind]
-        return [each for each in found if each is not None]
+        found = [checkpoint.checkpoints for checkpoint in self._of_this_kind]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
 
     @property
     def _sigterm(self) -> Preemption:
         """The one listener for SIGTERM of the fit: two would pass a signal to each other for
         ever."""
-        found = [each.preemption for each in self._all]
-        return next((each for each in found if each.listens), found[0])
+        found = [checkpoint.preemption for checkpoint in self._all]
+        return next((checkpoint for checkpoint in found if checkpoint.listens), found[0])
 
     def after_train_begin(self, logs=None) -> None:
         """Restores the callbacks' state: all of them have started, which reset them.
@@ -299,8 +299,8 @@ class Checkpoint(InFit):
     def _after_launch(self, steps: int) -> None:
         sigterm = self._sigterm
         ends = sigterm.comes()
-        for each in self._all:
-            each.after_launch(steps, ends)
+        for checkpoint in self._all:
+            checkpoint.after_launch(steps, ends)
         if ends:
             sigterm.end()
 
@@ -309,7 +309,7 @@ class Checkpoint(InFit):
         sigterm = self._sigterm
         # Before the first launch of an epoch there may be unsaved state from the end of the last
         # one.
-        if sigterm.comes() and all(each.is_known for each in self._all):
-            for each in self._all:
-                each.save_last()
+        if sigterm.comes() and all(checkpoint.is_known for checkpoint in self._all):
+            for checkpoint in self._all:
+                checkpoint.save_last()
             sigterm.end()

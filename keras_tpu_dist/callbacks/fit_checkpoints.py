@@ -236,10 +236,10 @@ class FitCheckpoints:
         steps = self.store.steps
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
         # Each process orders them by what it reads.
-        if any(sorted(each) != sorted(of_all[0]) for each in of_all):
+        if any(sorted(state) != sorted(of_all[0]) for state in of_all):
             raise value_error(
                 "All processes must see the same checkpoints.",
-                received="; ".join(f"{each} in process {i}" for i, each in enumerate(of_all))
+                received="; ".join(f"{state} in process {i}" for i, state in enumerate(of_all))
                 + f" ({directory}).",
                 fix="Give a directory on storage that all processes share.",
             )
@@ -271,8 +271,8 @@ class FitCheckpoints:
         resumed.history_at_end = training.get("history_at_end") if stopped else None
         _keras.begin_at_epoch(fit.trainer, epoch)
         saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
-        values = self.store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
-        resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
+        values = self.store.load(report.step, [(array, None, array.entry.dtype) for array in saved])
+        resumed.arrays = {array.entry.path: value for array, value in zip(saved, values)}
         resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
         resumed.position = position
         if position is not None:

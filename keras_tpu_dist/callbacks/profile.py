@@ -79,7 +79,7 @@ class Profile(InFit):
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that ran and were traced, for a fit that resumes."""
-        return {"made": self._made, "traced": [list(each) for each in self.traced]}
+        return {"made": self._made, "traced": [list(pair) for pair in self.traced]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues to count from a state.
@@ -91,7 +91,7 @@ class Profile(InFit):
         if is_count(made, 0):
             self._made = self._before_epoch = made
         if isinstance(traced, list):
-            pairs = [each for each in traced if isinstance(each, (list, tuple)) and len(each) == 2]
+            pairs = [pair for pair in traced if isinstance(pair, (list, tuple)) and len(pair) == 2]
             self.traced = [(a, b) for a, b in pairs if is_count(a, 1) and is_count(b, 1)]
 
     def set_model(self, model):
@@ -199,7 +199,7 @@ def _removed(folder: Path) -> None:
 
 def _checked_steps(steps: Any) -> tuple[int, int]:
     pair = list(steps) if isinstance(steps, (tuple, list)) else []
-    if len(pair) == 2 and all(is_count(each, 1) for each in pair) and pair[0] <= pair[1]:
+    if len(pair) == 2 and all(is_count(number, 1) for number in pair) and pair[0] <= pair[1]:
         return int(pair[0]), int(pair[1])
     raise value_error(
         "steps of Profile are the first and the last train step to trace, counted from 1.",

@@ -59,7 +59,7 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
         mine = any(id(variable) in ids for variable in layer.variables)
         if mine and layer not in others and give_beside(layer, {}, where):
             membership.constants.changed([model])
-    lost = [each.name for each in layers_with_more(model) if files_of(each)]
+    lost = [one.name for one in layers_with_more(model) if files_of(one)]
     if lost:
         logger.warning(
             "%s is read for its weights alone, so vocabularies and other files of %d layers stay "
@@ -150,7 +150,7 @@ def load_beside(
     lacking = []
     for i, (_, layer, _, _) in enumerate(here):
         own = pairs.get(i, {})
-        values = load([(each, None, each.entry.dtype) for each in own.values()])
+        values = load([(array, None, array.entry.dtype) for array in own.values()])
         by_name = dict(zip(own, values, strict=True))
         if not by_name and values_beside(layer):
             lacking.append(layer.path)

@@ -350,14 +350,14 @@ class _Parts:
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, with their entries. See `names.named_state`."""
         of_each = self._by_object()
-        return {kind: [pair for own in each for pair in own] for kind, each in of_each.items()}
+        return {kind: [pair for own in parts for pair in own] for kind, parts in of_each.items()}
 
     def counts(self) -> dict[str, list[list]]:
         """The names of the objects and the numbers of their arrays, by kind, for the manifest."""
         kinds = (self.models, self.optimizers, self.optimizers, self.others)
         return {
-            kind: [[str(item.name), len(own)] for item, own in zip(items, each)]
-            for (kind, each), items in zip(self._by_object().items(), kinds)
+            kind: [[str(item.name), len(own)] for item, own in zip(items, parts)]
+            for (kind, parts), items in zip(self._by_object().items(), kinds)
         }
 
     def _by_object(self) -> dict[str, list[list[tuple[Entry, Any]]]]:

@@ -269,9 +269,9 @@ def _check_objects(objects: Any, arrays: Mapping) -> None:
     for kind, named in objects.items():
         where = f"training.objects.{kind}"
         _expect(isinstance(named, list), where, named)
-        for each in named:
-            pair = isinstance(each, list) and len(each) == 2
-            _expect(pair and _is_name(each[0]) and _is_count(each[1]), where, each)
+        for item in named:
+            pair = isinstance(item, list) and len(item) == 2
+            _expect(pair and _is_name(item[0]) and _is_count(item[1]), where, item)
         _expect(sum(count for _, count in named) == len(arrays.get(kind, ())), where, named)
 
 

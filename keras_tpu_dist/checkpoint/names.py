@@ -84,12 +84,12 @@ class Matching:
         """
         every = list(parts)
         return Matching(
-            {i: j for each in every for i, j in each.pairs.items()},
-            tuple(path for each in every for path in each.missing),
-            tuple(path for each in every for path in each.unexpected),
-            tuple(words for each in every for words in each.reshaped),
-            {old: new for each in every for old, new in each.renamed.items()},
-            tuple(path for each in every for path in each.kept),
+            {i: j for part in every for i, j in part.pairs.items()},
+            tuple(path for part in every for path in part.missing),
+            tuple(path for part in every for path in part.unexpected),
+            tuple(words for part in every for words in part.reshaped),
+            {old: new for part in every for old, new in part.renamed.items()},
+            tuple(path for part in every for path in part.kept),
         )
 
 

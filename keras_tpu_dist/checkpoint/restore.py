@@ -308,7 +308,7 @@ def _weights_of(
         return whole, []
     ends = list(itertools.accumulate(count for _, count in objects))
     found = [matched(end - count, end) for end, (_, count) in zip(ends, objects)]
-    chosen = [number for number, each in enumerate(found) if each.complete]
+    chosen = [number for number, matching in enumerate(found) if matching.complete]
     if model.name not in automatic:
         named = [number for number, (name, _) in enumerate(objects) if name == model.name]
         chosen = named or chosen

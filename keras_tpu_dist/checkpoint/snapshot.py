@@ -48,7 +48,7 @@ def snapshot(
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
-    models = [each for each in objects or [model] if isinstance(each, keras.Layer)]
+    models = [item for item in objects or [model] if isinstance(item, keras.Layer)]
     beside = rows_beside(models)
     rows += [row for own in beside for row in own]
     for name, array in extra.items():

@@ -103,7 +103,7 @@ def count(timeline: Timeline) -> None:
 
 def stop(timeline: Timeline) -> None:
     """Ends the recording of a timeline."""
-    _timelines.set(tuple(each for each in _timelines.get() if each is not timeline))
+    _timelines.set(tuple(one for one in _timelines.get() if one is not timeline))
 
 
 def is_counted() -> bool:
@@ -115,13 +115,13 @@ def is_counted() -> bool:
 def phase(name: str) -> Iterator[None]:
     """The context of one phase."""
     counting = _timelines.get()
-    for each in counting:
-        each.enter(name)
+    for timeline in counting:
+        timeline.enter(name)
     try:
         yield
     finally:
-        for each in counting:
-            each.leave()
+        for timeline in counting:
+            timeline.leave()
 
 
 @contextlib.contextmanager
@@ -139,15 +139,15 @@ def turn(name: str, of: str | None = None) -> None:
         name: Its name.
         of: The phase to replace; by default any.
     """
-    for each in _timelines.get():
-        if of in (None, each.phase):
-            each.turn(name)
+    for timeline in _timelines.get():
+        if of in (None, timeline.phase):
+            timeline.turn(name)
 
 
 def waited_for_input(seconds: float) -> None:
     """Counts the last seconds of training as waiting for input."""
-    for each in _timelines.get():
-        each.waited(seconds)
+    for timeline in _timelines.get():
+        timeline.waited(seconds)
 
 
 def on_step(listener: Callable[[int], None]) -> None:

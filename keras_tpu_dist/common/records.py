@@ -159,7 +159,7 @@ def _fits(name: str, value: Any) -> bool:
             isinstance(value, Mapping)
             and len(value) <= _MOST_NAMES
             # A negative number corrects an earlier line.
-            and all(_is_number(each) and abs(each) < _LATEST_S for each in value.values())
+            and all(_is_number(item) and abs(item) < _LATEST_S for item in value.values())
         )
     return isinstance(value, str) and len(value) <= _MOST_LETTERS
 

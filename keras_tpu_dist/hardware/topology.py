@@ -407,7 +407,7 @@ class Topology(Printed, TensorFlowNames):
 def _listed(devices: Any) -> list[Any]:
     listed = isinstance(devices, Iterable) and not isinstance(devices, str)
     found = list(devices) if listed else []
-    if not listed or not all(hasattr(each, "device_kind") for each in found):
+    if not listed or not all(hasattr(device, "device_kind") for device in found):
         raise value_error(
             "The devices of a slice are a list of jax.Device objects.",
             received={"devices": devices},

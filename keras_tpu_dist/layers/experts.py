@@ -30,7 +30,7 @@ def route_experts(model: Any) -> list:
     found: list = []
     for layer in reversed(_keras.flatten_layers(model)):
         inside = _keras.flatten_layers(layer)
-        if any(_mark.of(each) for each in inside if each is not layer) or not _banks(layer):
+        if any(_mark.of(one) for one in inside if one is not layer) or not _banks(layer):
             continue
         try:
             sums = chosen_sums(graph_of(traced_call(layer)))

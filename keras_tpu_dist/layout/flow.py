@@ -234,7 +234,7 @@ class Flow:
         node = self.weights[weight][dim]
         root = self._together(self.sizes[node])
         made = [p for p in self.products if weight in p.weights]
-        return any(root[node] == root[each] for product in made for each in product.free)
+        return any(root[node] == root[other] for product in made for other in product.free)
 
     def multiplies_by(self, weight: int, dim: int) -> bool:
         """Whether each part of a weight multiplies its own part of values, as an expert its tokens.
@@ -323,7 +323,7 @@ class _Reader:
         self, equation: Any, mapped: tuple[Mapped, ...], given: list[_Value], results: list[_Value]
     ) -> _Product | None:
         """Dimensions that no result has: they are summed over, or looked up in."""
-        stays = {(each.operand, each.dimension) for each in mapped}
+        stays = {(step.operand, step.dimension) for step in mapped}
         gone = [
             [n for d, n in enumerate(v.nodes) if (i, d) not in stays and self.flow.sizes[n] > 1]
             for i, v in enumerate(given)
@@ -483,9 +483,9 @@ def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
     """
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = _keras.flatten_layers(layer)
-    parts = tuple((type(each), _attributes(each)) for each in inner)
+    parts = tuple((type(part), _attributes(part)) for part in inner)
     # No attribute has the connections of layers: a model with a graph is only equal to itself.
-    has_graph = any(_keras.graph(each) is not None for each in inner)
+    has_graph = any(_keras.graph(part) is not None for part in inner)
     return (shapes, repr(given), parts, weakref.ref(layer) if has_graph else None)
 
 

@@ -162,13 +162,13 @@ def scaled_kernels(layer: Any) -> list[list[Any]]:
         For each the kernel, its scales, and its zero points if it has any.
     """
     found = []
-    for each in _keras.flatten_layers(layer):
-        kernel = _keras.stored_weight(each, "kernel")
-        mode = getattr(each, "quantization_mode", None)
-        if kernel is None or mode not in ("int8", "int4") or not _makes_last(each):
+    for inner in _keras.flatten_layers(layer):
+        kernel = _keras.stored_weight(inner, "kernel")
+        mode = getattr(inner, "quantization_mode", None)
+        if kernel is None or mode not in ("int8", "int4") or not _makes_last(inner):
             continue
         names = ("kernel_scale", "kernel_zero")
-        scales = [_keras.stored_weight(each, name) for name in names]
+        scales = [_keras.stored_weight(inner, name) for name in names]
         found.append([kernel, *(scale for scale in scales if scale is not None)])
     return found
 
@@ -208,7 +208,7 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
     """
     users, ends = _users(graph), set(map(id, graph.outputs))
     found = (_fused(operation, weights, scales, users, ends) for operation in graph.operations)
-    return [each for each in found if each is not None]
+    return [fused for fused in found if fused is not None]
 
 
 def unequal_in(
@@ -378,9 +378,9 @@ def taken_apart(
         return jaxpr, {}, unequal
     views: dict[int, tuple[int, ...]] = {}
     instead: dict[Equation, Instead] = {}
-    for each in found:
-        views |= {number[id(weight)]: view for weight, view in each.views()}
-        instead |= each.replaced(lambda _, array: array)
+    for fused in found:
+        views |= {number[id(weight)]: view for weight, view in fused.views()}
+        instead |= fused.replaced(lambda _, array: array)
     if _is_read_elsewhere(graph, instead, {id(graph.inputs[n]) for n in views}):
         return jaxpr, {}, unequal
     given = [

@@ -290,14 +290,14 @@ def _unpaired(
 
 def _sent(alike: Sequence[Unpaired], rows: int | None) -> float:
     """The known bytes that a device sends in a step."""
-    return sum((each.by_row or 0) * (rows or 1) + (each.by_step or 0) for each in alike)
+    return sum((weight.by_row or 0) * (rows or 1) + (weight.by_step or 0) for weight in alike)
 
 
 def _sent_text(alike: Sequence[Unpaired], rows: int | None) -> str:
-    if any(each.by_row is None or each.by_step is None for each in alike):
+    if any(weight.by_row is None or weight.by_step is None for weight in alike):
         return " A dry run shows how much it sends."
-    by_row = sum(each.by_row or 0 for each in alike)
-    by_step = sum(each.by_step or 0 for each in alike)
+    by_row = sum(weight.by_row or 0 for weight in alike)
+    by_step = sum(weight.by_step or 0 for weight in alike)
     if not by_row and not by_step:
         return ""
     if not by_row or rows is not None:

@@ -337,7 +337,7 @@ class TensorPlan:
             self._split_kernel(p, (*p.outs, *p.ins), f"without a partner{why}")
             self._mark_alone(p.kernel)
             axes = p.axes(self.decisions[id(p.kernel)].axes)
-            split = [d for d, each in enumerate(axes) if each]
+            split = [d for d, entry in enumerate(axes) if entry]
             if id(p.kernel) in self._feeding:
                 if split and split[0] in p.outs:
                     self._gather(layer, p.kernel, p.out_sizes)

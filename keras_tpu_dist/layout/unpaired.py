@@ -157,12 +157,12 @@ class _Reader:
     def _taken_apart(self, layer, weight, item: int) -> float:
         """Bytes that a step sends for a kernel that is used by heads, and for its bias."""
         sent = 0.0
-        for each in (weight, *_own_biases(layer, weight)):
-            decision = self._by_plan(each)
+        for variable in (weight, *_own_biases(layer, weight)):
+            decision = self._by_plan(variable)
             if decision is None or decision.view is None:
                 continue
             ways = self._ways(decision.used)
-            size, learns = math.prod(each.shape) * item, _learns(layer, each)
+            size, learns = math.prod(variable.shape) * item, _learns(layer, variable)
             if self._ways(decision.axes) > 1:
                 sent += (2 if learns else 1) * _exchanged(size, ways)
             elif learns:

@@ -122,7 +122,7 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
     if not wrong:
         return
     inner = [each for each in _keras.flatten_layers(layer) if each is not layer]
-    layers = {each.name for each in inner if not isinstance(each, keras.layers.InputLayer)}
+    layers = {one.name for one in inner if not isinstance(one, keras.layers.InputLayer)}
     choices = sorted(layers | found)
     raise value_error(
         "The names in a remat policy are names of inner layers, or are given by "

@@ -103,15 +103,15 @@ def blocks(model: Any) -> list[tuple[str, Any]]:
 
 def _repeated(layer: Any, path: str) -> list[tuple[str, Any]]:
     inner = _composite(layer, path)
-    counts = Counter(type(each) for _, each in inner)
+    counts = Counter(type(child) for _, child in inner)
     found = []
-    for name, each in inner:
-        is_block = counts[type(each)] > 1
-        if is_block and not isinstance(each, keras.Model):
-            found.append((name, each))
+    for name, child in inner:
+        is_block = counts[type(child)] > 1
+        if is_block and not isinstance(child, keras.Model):
+            found.append((name, child))
             continue
-        within = _repeated(each, name)
-        found += within or ([(name, each)] if is_block else [])
+        within = _repeated(child, name)
+        found += within or ([(name, child)] if is_block else [])
     return found
 
 

@@ -60,7 +60,7 @@ class Functions:
         if isinstance(value, (tuple, list)):
             return tuple(map(self.of, value))
         if isinstance(value, dict):
-            return tuple((repr(key), self.of(each)) for key, each in value.items())
+            return tuple((repr(key), self.of(item)) for key, item in value.items())
         if isinstance(value, (set, frozenset)):
             return tuple(sorted(map(repr, value)))
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
@@ -135,7 +135,7 @@ class Fingerprints:
 
     def _made(self, jaxpr: Any) -> Hashable:
         program, numbers = opened(jaxpr), {}
-        constants = [value_of(each) for each in getattr(jaxpr, "consts", ())]
+        constants = [value_of(constant) for constant in getattr(jaxpr, "consts", ())]
 
         def atom(each: Any) -> Hashable:
             if isinstance(each, core.Literal):

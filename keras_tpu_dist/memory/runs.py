@@ -305,7 +305,7 @@ class _Finder:
         last, keys = run.blocks[-1], self._notes.keys
         if keys[id(last.layer)] != keys[id(block.layer)]:
             return _UNFED
-        programs = [each.equation.params["jaxpr"] for each in (last, block)]
+        programs = [one.equation.params["jaxpr"] for one in (last, block)]
         if self._same.of(programs[0]) != self._same.of(programs[1]):
             return _OTHER
         if len(run.blocks) > 1 and fed != run.carried:

@@ -217,7 +217,9 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
         call = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
 
     def part(*given):
-        return call(*(_whole(each, layouts.get(v)) for v, each in zip(inputs, given, strict=True)))
+        return call(
+            *(_whole(value, layouts.get(v)) for v, value in zip(inputs, given, strict=True))
+        )
 
     if again or not _has_policy(equations[0]):
         policy = equations[0].params["policy"] if again else keeps_what_is_dear

@@ -96,7 +96,7 @@ def _reshape(equation: Any) -> Dimensions:
             mapped += [Mapped(0, i, 0, j, 1) for i, j in places]
             continue
         for low, high in itertools.pairwise(cuts):
-            i, j = (next(d for d, end in each.items() if end >= high) for each in ends)
+            i, j = (next(d for d, end in one.items() if end >= high) for one in ends)
             leads = low == ends[0][i] // before[i] == ends[1][j] // after[j]
             mapped.append(Mapped(0, i, 0, j, high // low if leads else 1))
     return Dimensions(tuple(mapped))

@@ -152,8 +152,8 @@ class Graph:
             # What the part computes beside these is only known within it.
             before = set(values)
             results = call.run_part(inner)
-            for each in set(values) - before:
-                del values[each]
+            for key in set(values) - before:
+                del values[key]
             values.update(zip(map(id, kept), results, strict=True))
 
         def read_outside(part: list[Equation]) -> list[Atom]:
@@ -179,7 +179,7 @@ class Graph:
             kept = bool(operation.equation.effects)
             if kept or any(id(result) in values for result in operation.results):
                 found.append(operation)
-                values |= {id(each) for each in instead.get(operation, operation.operands)}
+                values |= {id(atom) for atom in instead.get(operation, operation.operands)}
         return found[::-1]
 
 
@@ -251,6 +251,6 @@ def _by_call(
         operations, lambda each: each.within[depth] if len(each.within) > depth else None
     ):
         if call is None:
-            yield from ((None, [each]) for each in part)
+            yield from ((None, [operation]) for operation in part)
         else:
             yield call, list(part)

@@ -56,7 +56,9 @@ def constants_of(jaxpr: Any) -> dict[Any, Any]:
 def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
     """The program with some of its constants as further inputs, the last ones."""
     chosen = set(variables)
-    others = {each: value for each, value in constants_of(jaxpr).items() if each not in chosen}
+    others = {
+        variable: value for variable, value in constants_of(jaxpr).items() if variable not in chosen
+    }
     return with_constants(jaxpr, others, [*opened(jaxpr).invars, *variables])
 
 

@@ -284,7 +284,7 @@ class DistributedDataset(TensorFlowNames):
     @property
     def _living(self) -> list["DistributedIterator"]:
         """The iterations that were begun, and were neither left nor have ended."""
-        return [iterator for each, _ in self._iterations if (iterator := each()) is not None]
+        return [iterator for running, _ in self._iterations if (iterator := running()) is not None]
 
     @property
     def _epoch(self) -> dict[str, int]:

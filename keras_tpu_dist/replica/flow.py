@@ -44,7 +44,7 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[b
     """
     every = frozenset(axes)
     given = [every if differs else _NONE for differs in inputs]
-    return [bool(each) for each in _Flow(every).of(opened(jaxpr), given)]
+    return [bool(along) for along in _Flow(every).of(opened(jaxpr), given)]
 
 
 def _is_followed(call: Called, operands: int) -> bool:

@@ -133,7 +133,7 @@ class ReplicaCode:
                     if program.serves:
                         return use(program, call, steps, every)
                 program = ReplicaProgram(_weakly(fn), call, strategy, self._buffers)
-                programs[key] = [program, *(each for each in known if not each.outdated)]
+                programs[key] = [program, *(other for other in known if not other.outdated)]
                 return use(program, call, steps, every)
 
         return launch

@@ -346,7 +346,7 @@ def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: st
         ValueError: If they are not numbers, or differ in dtype or in more than the first dimension.
     """
     _check_fit(every, name)
-    lengths = [each.shape[0] for each in every if each.shape]
+    lengths = [described.shape[0] for described in every if described.shape]
     sizes, arrays = {}, {replica: np.asarray(value) for replica, value in own.items()}
     if len(set(lengths)) > 1:
         sizes[0] = tuple(lengths)
@@ -416,24 +416,24 @@ def _plain(value: DescribedValue) -> list:
 
 def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
     first = every[0]
-    if any(np.dtype(each.dtype).kind in "OSU" for each in every):
+    if any(np.dtype(described.dtype).kind in "OSU" for described in every):
         raise value_error(
             f"{name} must return numbers.",
-            received={"types": [each.kind for each in every]},
+            received={"types": [described.kind for described in every]},
             fix="Return an array or a number, or a structure of them.",
         )
     if any(
-        each.dtype != first.dtype
-        or each.shape[1:] != first.shape[1:]
-        or len(each.shape) != len(first.shape)
-        for each in every
+        described.dtype != first.dtype
+        or described.shape[1:] != first.shape[1:]
+        or len(described.shape) != len(first.shape)
+        for described in every
     ):
         raise value_error(
             f"The values of {name} must have the same dtype on all replicas, and the same "
             "shape apart from the first dimension.",
             received={
-                "shapes": [each.shape for each in every],
-                "dtypes": [each.dtype for each in every],
+                "shapes": [described.shape for described in every],
+                "dtypes": [described.dtype for described in every],
             },
             fix="Pad or cast the values.",
         )

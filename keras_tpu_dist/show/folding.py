@@ -148,16 +148,16 @@ def families(
 def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
     """Joins neighbours that are equal, weight by weight, in layers of the same kind."""
     found: list[Alike] = []
-    for each in those:
-        last = found[-1] if found else each
-        layers = [[kind_of(path(row).rpartition("/")[0]) for row in a.rows] for a in (last, each)]
-        rows = len(each.rows)
-        equal = [*map(key, last.rows[-rows:])] == [*map(key, each.rows)]
-        if last is not each and layers[0][-rows:] == layers[1] and equal:
-            together = (*last.rows, *each.rows)
+    for one in those:
+        last = found[-1] if found else one
+        layers = [[kind_of(path(row).rpartition("/")[0]) for row in a.rows] for a in (last, one)]
+        rows = len(one.rows)
+        equal = [*map(key, last.rows[-rows:])] == [*map(key, one.rows)]
+        if last is not one and layers[0][-rows:] == layers[1] and equal:
+            together = (*last.rows, *one.rows)
             found[-1] = Alike(together, pattern_of(map(path, together)))
         else:
-            found.append(each)
+            found.append(one)
     return tuple(found)
 
 
@@ -185,13 +185,13 @@ def pattern_of(paths: Iterable[str]) -> str:
     known = list(dict.fromkeys(paths))
     if len(known) == 1:
         return known[0]
-    if len({kind_of(each) for each in known}) == 1:
-        numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", each) for each in known]
+    if len({kind_of(name) for name in known}) == 1:
+        numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", name) for name in known]
         if len({len(number) for number in numbers}) == 1:
-            return "".join(each[0] if len({*each}) == 1 else "*" for each in zip(*numbers))
+            return "".join(level[0] if len({*level}) == 1 else "*" for level in zip(*numbers))
         # The first of Keras's automatic names has no number.
         return kind_of(known[0]).replace("#", "*").replace("/", "*/")
-    layers, names = zip(*(each.rpartition("/")[::2] for each in known))
+    layers, names = zip(*(name.rpartition("/")[::2] for name in known))
     above = pattern_of(layers) if len({*map(kind_of, layers)}) == 1 else "*"
     return f"{above}/{_braced(names)}" if above else _braced(names)
 
@@ -226,19 +226,19 @@ def merged(texts: Iterable[str]) -> str:
     known = list(dict.fromkeys(texts))
     if len(known) == 1:
         return known[0]
-    parts = [re.split(r"('[^']*'|\d+)", each) for each in known]
+    parts = [re.split(r"('[^']*'|\d+)", text) for text in known]
     if len({len(part) for part in parts}) > 1:
         return f"{known[0]}, and the like"
-    return "".join(_merged_part([*dict.fromkeys(each)]) for each in zip(*parts))
+    return "".join(_merged_part([*dict.fromkeys(level)]) for level in zip(*parts))
 
 
 def _merged_part(those: list[str]) -> str:
     if len(those) == 1:
         return those[0]
-    if all(each.isdecimal() for each in those):
+    if all(text.isdecimal() for text in those):
         numbers = sorted(map(int, those))
         return f"{numbers[0]} to {numbers[-1]}"
-    if len({kind_of(each) for each in those}) == 1:
+    if len({kind_of(text) for text in those}) == 1:
         return pattern_of(those)
     return "'...'"
 
@@ -300,7 +300,7 @@ def _joined(entries: Iterable[Any], path, key) -> tuple[Any, ...]:
 def _joins(those: Alike, row: Any, path, key) -> bool:
     if key(those.rows[0]) != key(row):
         return False
-    names = [path(each).split("/") for each in (*those.rows, row)]
+    names = [path(line).split("/") for line in (*those.rows, row)]
     if len({*map(len, names)}) > 1:
         return False
     differ = [n for n, level in enumerate(zip(*names)) if len({*level}) > 1]

@@ -165,7 +165,7 @@ def _text_lines(
         following = order[n + 1] if n + 1 < len(order) else ""
         below = len(widths) < len(row) and row[-1]
         if below and (isinstance(following, str) or following[-1] != row[-1]):
-            text += (_BELOW + each for each in wrapped(row[-1], room - len(_BELOW)))
+            text += (_BELOW + line for line in wrapped(row[-1], room - len(_BELOW)))
     return text
 
 
@@ -196,7 +196,7 @@ def fitting_columns(
     for name in leave_out:
         if len(indent) + sum(widths[n] + _GAP for n in shown) - _GAP <= text_width():
             break
-        shown = [each for each in shown if each != name]
+        shown = [column for column in shown if column != name]
     return shown
 
 

@@ -28,18 +28,18 @@ def torus_svg(
         lead through chips of other groups are grey.
     """
     plan = _Paper(shown_sides(torus.sides))
-    idle = [plan.link(each, NONE, 1.0, ' opacity=".45"') for each in torus.all_links()]
+    idle = [plan.link(link, NONE, 1.0, ' opacity=".45"') for link in torus.all_links()]
     cores = 1 + max(place[4] for place in torus.places)
     thick = (2.0 + 4.0 * weight) * (0.5 if plan.behind else 1.0)
     shared, own, chips = [], [], []
     for number, group in enumerate(torus.groups(mesh, axes)):
         colour, mark = distinct(number), f' data-group="{number}"'
         members = {torus.places[i][1:4] for i in group}
-        for each in torus.links(group):
-            if members.issuperset(each[:2]):
-                own.append(plan.link(each, colour, thick, mark))
+        for link in torus.links(group):
+            if members.issuperset(link[:2]):
+                own.append(plan.link(link, colour, thick, mark))
             else:
-                shared.append(plan.link(each, NONE, thick, ""))
+                shared.append(plan.link(link, NONE, thick, ""))
         for i in group:
             words = _words(torus, mesh, i)
             chips.append(

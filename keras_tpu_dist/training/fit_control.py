@@ -40,8 +40,8 @@ class FitControl:
     def end(self) -> None:
         """Forgets the requests of a fit's callbacks."""
         ending, self.at_end = self.at_end, []
-        for each in ending:
-            each()
+        for timeline in ending:
+            timeline()
         self.steps_left: int | None = None
         self.more_steps: Callable[[], int] | None = None
         self.watch: FiniteWatch | None = None

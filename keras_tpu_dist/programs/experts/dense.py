@@ -126,7 +126,7 @@ def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | No
     sums = chosen_sums(graph)
     if not sums:
         return None
-    instead = {each.operation: each.replaced(where_of(each.count)) for each in sums}
+    instead = {total.operation: total.replaced(where_of(total.count)) for total in sums}
     return graph.evaluate(inputs, instead)
 
 
@@ -198,9 +198,9 @@ def _places_before(operation: Equation, number: int) -> dict[int, int]:
     """From dimensions of an operation's result to the equal dimensions of an operand."""
     found = dimensions(operation.equation)
     return {
-        each.to: each.dimension
-        for each in (() if found is None else found.mapped)
-        if each.operand == number and each.parts == operation.results[0].shape[each.to]
+        step.to: step.dimension
+        for step in (() if found is None else found.mapped)
+        if step.operand == number and step.parts == operation.results[0].shape[step.to]
     }
 
 
@@ -330,7 +330,7 @@ class _Rows:
         Returns:
             The meaning of the dimensions of the result.
         """
-        side = next(i for i, each in enumerate(operation.operands) if each is value)
+        side = next(i for i, operand in enumerate(operation.operands) if operand is value)
         places = _places_before(operation, side)
         rank = len(operation.results[0].shape)
         after = tuple(labels[places[d]] if d in places else None for d in range(rank))
@@ -359,7 +359,7 @@ class _Rows:
                 raise _NotByRow
             inner = (self.pull(operation.operands[0], labels),)
             return _Step(operation, inner, {}, 0)
-        result = next(i for i, each in enumerate(operation.results) if each is value)
+        result = next(i for i, atom in enumerate(operation.results) if atom is value)
         before = self._before(operation, labels, result)
         if operation.name == "dot_general":
             return self._dot(operation, before, labels)
@@ -393,12 +393,12 @@ class _Rows:
             [None] * len(operand.shape) for operand in operation.operands
         ]
         shape = operation.results[result].shape
-        for each in found.mapped:
-            if each.result != result or labels[each.to] is None:
+        for step in found.mapped:
+            if step.result != result or labels[step.to] is None:
                 continue
-            if each.parts != shape[each.to]:
+            if step.parts != shape[step.to]:
                 raise _NotByRow
-            before[each.operand][each.dimension] = labels[each.to]
+            before[step.operand][step.dimension] = labels[step.to]
         return list(map(tuple, before))
 
     def _dot(self, operation: Equation, before: list[Labels], after: Labels) -> Any:
@@ -482,7 +482,7 @@ class _Rows:
 
         if not any(by_row):
             return one_row(*arrays), False
-        return jax.vmap(one_row, [0 if each else None for each in by_row])(*arrays), True
+        return jax.vmap(one_row, [0 if split else None for split in by_row])(*arrays), True
 
     @staticmethod
     def _multiplied(node: _Product, group: Group, rows: Any) -> Any:
@@ -523,14 +523,14 @@ def _before_widened(value: Atom) -> Atom:
     if operation is None or operation.name != "convert_element_type":
         return value
     before, after = operation.operands[0].aval.dtype, value.aval.dtype
-    both_float = all(jnp.issubdtype(each, jnp.floating) for each in (before, after))
+    both_float = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (before, after))
     return operation.operands[0] if both_float and before.itemsize < after.itemsize else value
 
 
 def _is_relu(operation: Equation) -> bool:
     """Whether a function with a custom gradient rule is JAX's `relu`."""
     graph = graph_of(operation.equation.params["call_jaxpr"])
-    if [each.name for each in graph.operations] != ["max"] or len(graph.inputs) != 1:
+    if [step.name for step in graph.operations] != ["max"] or len(graph.inputs) != 1:
         return False
     value, least = graph.operations[0].operands
     return value is graph.inputs[0] and least.constant is not None and not np.any(least.constant)

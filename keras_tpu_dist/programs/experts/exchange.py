@@ -154,16 +154,16 @@ class _Exchange:
         ways = axis_size(self._mesh, self._rows)
         if operation.name == "dot_general" and self._is_product(operation, found, met):
             return
-        for each in found.mapped:
-            operand, result = operation.operands[each.operand], operation.results[each.result]
-            if self._by_rows.get(id(operand)) == each.dimension and each.parts % ways == 0:
-                self._by_rows.setdefault(id(result), each.to)
-            whole = each.parts == result.shape[each.to]
-            if self._experts.get(id(operand)) == each.dimension and whole:
-                self._experts.setdefault(id(result), each.to)
+        for step in found.mapped:
+            operand, result = operation.operands[step.operand], operation.results[step.result]
+            if self._by_rows.get(id(operand)) == step.dimension and step.parts % ways == 0:
+                self._by_rows.setdefault(id(result), step.to)
+            whole = step.parts == result.shape[step.to]
+            if self._experts.get(id(operand)) == step.dimension and whole:
+                self._experts.setdefault(id(result), step.to)
             dim, kernel = self._kernels.get(id(operand), (None, 0))
-            if len(operation.operands) == 1 and dim == each.dimension and whole:
-                self._kernels[id(result)] = each.to, kernel
+            if len(operation.operands) == 1 and dim == step.dimension and whole:
+                self._kernels[id(result)] = step.to, kernel
 
     def _is_product(self, operation: Equation, found: Dimensions, met: set[int]) -> bool:
         """Records a product of tokens and kernels that is batched over experts."""
@@ -179,9 +179,9 @@ class _Exchange:
             # Batch dimensions come first in the result.
             self._experts[id(result)] = place
             rows = self._by_rows.get(id(other))
-            for each in found.mapped:
-                if each.operand != side and each.dimension == rows:
-                    self._by_rows[id(result)] = each.to
+            for step in found.mapped:
+                if step.operand != side and step.dimension == rows:
+                    self._by_rows[id(result)] = step.to
             return True
         return False
 

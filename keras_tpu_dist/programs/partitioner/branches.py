@@ -27,7 +27,7 @@ PRIMITIVES = ("shard_map",)
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether a `shard_map` has branches."""
-    return any(each.primitive.name == "cond" for each in _equations(equation))
+    return any(inner.primitive.name == "cond" for inner in _equations(equation))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
@@ -53,8 +53,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     def whole(dimensions: list[list[int]]) -> Callable:
         return lambda *arrays: [
-            constrained(array, spread.mesh, dict.fromkeys(each, ())) if each else array
-            for array, each in zip(arrays, dimensions, strict=True)
+            constrained(array, spread.mesh, dict.fromkeys(dims, ())) if dims else array
+            for array, dims in zip(arrays, dimensions, strict=True)
         ]
 
     return surrounded(equation, whole(operands), whole(results))

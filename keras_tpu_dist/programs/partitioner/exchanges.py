@@ -129,7 +129,7 @@ def _groups(line: str, devices: int) -> list[list[int]] | None:
         shape = (int(table[1]), int(table[2]))
         return _ordered(table[3], table[4]).reshape(shape).tolist()
     if lists := _LISTS.search(line):
-        return [list(map(int, each.split(","))) for each in re.findall(r"\{([\d,]+)\}", lists[1])]
+        return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", lists[1])]
     if mesh := _MESH.search(line):
         axes = _AXIS.findall(mesh[1])
         names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]

@@ -238,7 +238,7 @@ def _with_held(jaxpr: Any) -> tuple[Any, dict[Any, Any]]:
 
     Others stay constants: an array on one device is no argument beside those on the mesh.
     """
-    held = {each: a for each, a in constants_of(jaxpr).items() if _spans_processes(a)}
+    held = {variable: a for variable, a in constants_of(jaxpr).items() if _spans_processes(a)}
     return with_inputs(jaxpr, list(held)), held
 
 

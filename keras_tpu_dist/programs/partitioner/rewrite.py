@@ -101,9 +101,9 @@ class _Rewriter:
             if (equations := fault.repaired(equation, self._spread)) is None:
                 continue
             repaired: list = []
-            for each in equations:
-                is_left = each.primitive is equation.primitive
-                again = self._repaired(each, faults[number:]) if is_left else None
-                repaired.extend([each] if again is None else again)
+            for one in equations:
+                is_left = one.primitive is equation.primitive
+                again = self._repaired(one, faults[number:]) if is_left else None
+                repaired.extend([one] if again is None else again)
             return repaired
         return None

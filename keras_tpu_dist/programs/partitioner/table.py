@@ -170,8 +170,8 @@ def by_operation(faults: tuple[Fault, ...]) -> dict[str, tuple[Fault, ...]]:
     """The faults of every operation."""
     return {
         operation: tuple(fault for fault in faults if operation in fault.operations)
-        for each in faults
-        for operation in each.operations
+        for one in faults
+        for operation in one.operations
     }
 
 

@@ -485,12 +485,12 @@ class Updates:
 
         def body(number: Any, state: list) -> list:
             asked = [
-                each.asked_in_round(each.ids(these), level, number)
-                for each, these in zip(lookups, ids, strict=True)
+                lookup.asked_in_round(lookup.ids(these), level, number)
+                for lookup, these in zip(lookups, ids, strict=True)
             ]
             given = [
-                each.back(g, *where)
-                for each, g, where in zip(lookups, gradients, asked, strict=True)
+                lookup.back(g, *where)
+                for lookup, g, where in zip(lookups, gradients, asked, strict=True)
             ]
             own = jnp.concatenate([rows for rows, _ in given])
             found = unique(own, split.rows_each, self._asked)
@@ -518,10 +518,10 @@ class Updates:
             .add(g, mode="drop")
             for start, g in zip(starts, gradients)
         ]
-        before = [rows_at(each, found.rows) for each in (state if table is None else state[1:])]
+        before = [rows_at(array, found.rows) for array in (state if table is None else state[1:])]
         before = before if table is None else [table, *before]
         after = self._rows(before, sums, numbers)
         return [
-            each.at[found.rows].set(rows.astype(each.dtype), mode="drop")
-            for each, rows in zip(state, after, strict=True)
+            array.at[found.rows].set(rows.astype(array.dtype), mode="drop")
+            for array, rows in zip(state, after, strict=True)
         ]

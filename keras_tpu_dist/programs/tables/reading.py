@@ -239,8 +239,8 @@ class _Update:
         self._numbers: dict[int, Atom] = {}
 
     def read(self, found: Reading, scatters: list[Equation]) -> None:
-        gathers = {each.gather for each in found.lookups}
-        paths = {id(each) for lookup in found.lookups for each in lookup.path}
+        gathers = {one.gather for one in found.lookups}
+        paths = {id(step) for lookup in found.lookups for step in lookup.path}
         self._values[id(self._graph.inputs[self._table])] = _Where(same=self._table)
         own = self._gradients(scatters)
         update = []
@@ -330,7 +330,7 @@ class _Update:
             return zero[0] and operation.equation.params["y"] > 0
         if name == "mul":
             return any(zero)
-        known = [0 if z else _known(each) for z, each in zip(zero, operation.operands)]
+        known = [0 if z else _known(operand) for z, operand in zip(zero, operation.operands)]
         if name in ("max", "min") and any(zero) and None not in known:
             return {"max": max, "min": min}[name](known) == 0
         if name == "clamp" and zero[1] and None not in known:

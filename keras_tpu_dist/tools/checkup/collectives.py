@@ -58,7 +58,7 @@ def _over(bench: Bench, kind: str, axis: str) -> list[Problem]:
         if number in got
         for wrong in _wrong(kind, got[number][0], positions[position], position, ids)
     ]
-    every = bench.agreed(str(job), mine, lambda of_all: [each for one in of_all for each in one])
+    every = bench.agreed(str(job), mine, lambda of_all: [item for one in of_all for item in one])
     by_wrong: dict[Wrong, list[int]] = defaultdict(list)
     for number, *wrong in every:
         by_wrong[Wrong(*wrong)].append(number)

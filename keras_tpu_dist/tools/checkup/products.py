@@ -172,10 +172,10 @@ def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]
     rng = np.random.default_rng(0)
     a, b = (_drawn(rng, kind.dtype, size) for _ in range(2))
     mesh = bench.row
-    arrays = [spread(mesh, lambda _, of=each: of) for each in (a, b)]
+    arrays = [spread(mesh, lambda _, of=operand: of) for operand in (a, b)]
     program, job = _program(mesh, kind), Job("product", dtype=kind.words)
     first, second = (rows_of(bench.launches.run(job, program, *arrays)) for _ in range(2))
-    wide = [np.asarray(each, np.float64) for each in (a, b)]
+    wide = [np.asarray(operand, np.float64) for operand in (a, b)]
     exact, scale = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
     errors = {number: _error(row[0], exact, scale) for number, row in first.items()}
     marks = {number: zlib.crc32(row.tobytes()) for number, row in first.items()}

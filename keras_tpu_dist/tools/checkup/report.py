@@ -93,7 +93,7 @@ class CheckPart(Printed):
         problems = tuple(
             Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
         )
-        own: dict[str, Any] = {each.name: plain[each.name] for each in fields(cls)}
+        own: dict[str, Any] = {one.name: plain[one.name] for one in fields(cls)}
         own["problems"] = problems
         return cls(**own)
 
@@ -176,7 +176,7 @@ class Check(Page):
         >>> check.calibration().save("v5e.json")  # doctest: +SKIP
         """
         return calibration_of(
-            chip_of([each.device_kind for each in (self, *others)]),
+            chip_of([check.device_kind for check in (self, *others)]),
             _figures(self),
             [_figures(other) for other in others],
             source or f"a check of {self._devices()}",

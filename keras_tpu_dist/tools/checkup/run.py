@@ -144,7 +144,7 @@ def _of_all(bench: Bench, what: str, part: CheckPart) -> CheckPart:
         return part
 
     def as_one(every: list[dict[str, Any]]) -> dict[str, Any]:
-        return joined([CheckPart.of_dict(each) for each in every]).to_dict()
+        return joined([CheckPart.of_dict(found) for found in every]).to_dict()
 
     return CheckPart.of_dict(bench.agreed(what, part.to_dict(), as_one))
 

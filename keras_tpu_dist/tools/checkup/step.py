@@ -146,7 +146,7 @@ def _run(
 
         def alone(state: State, batches: list) -> list[np.ndarray]:
             outputs, after = run(state, batches)
-            return [np.asarray(each) for each in select(outputs[-1], after)[1]]
+            return [np.asarray(array) for array in select(outputs[-1], after)[1]]
 
         (names, first), (_, second) = results
         yield _Ran(step, names, first, second, alone)
@@ -199,8 +199,8 @@ def _expected(
         if "RESOURCE_EXHAUSTED" in str(error):
             return [], [], "it does not fit in its memory"
         raise
-    floats = [each for each in expected if each.dtype.kind not in "iub"]
-    if not all(np.all(np.isfinite(np.asarray(each, np.float32))) for each in floats):
+    floats = [array for array in expected if array.dtype.kind not in "iub"]
+    if not all(np.all(np.isfinite(np.asarray(array, np.float32))) for array in floats):
         return [], [], "its results are not finite there; give x= and y="
     return expected, limits, ""
 
@@ -216,13 +216,13 @@ def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[fl
             worst = max(worst, off)
             if off > limit:
                 mine.setdefault(part.device.id, []).append([off, limit, name])
-    shown = {n: sorted(each, reverse=True)[:_MOST_NAMED] for n, each in mine.items()}
+    shown = {n: sorted(offs, reverse=True)[:_MOST_NAMED] for n, offs in mine.items()}
     every = bench.by_device("results of the step", shown)
     return Compared((_differs(bench, every),) if every else (), worst)
 
 
 def _differs(bench: Bench, every: dict[int, list]) -> Problem:
-    off, limit, name = max((each for of in every.values() for each in of), key=lambda e: e[0])
+    off, limit, name = max((item for of in every.values() for item in of), key=lambda e: e[0])
     names = list(dict.fromkeys(e[2] for of in every.values() for e in of))[:_MOST_NAMED]
     others = f" (also {', '.join(n for n in names if n != name)})" if len(names) > 1 else ""
     everywhere = len(every) == len(bench.devices)
@@ -250,10 +250,10 @@ def _differs(bench: Bench, every: dict[int, list]) -> Problem:
 def _different(bench: Bench, step: Prepared) -> Iterator[Problem]:
     """The problem of processes whose weights differ from those of process 0."""
     mark = 0
-    for value in (each for group in step.state for each in group):
+    for value in (array for group in step.state for array in group):
         mark = _mark(value, mark)
     marks = bench.agreed("the model's weights", mark)
-    others = [number for number, each in enumerate(marks) if each != marks[0]]
+    others = [number for number, one in enumerate(marks) if one != marks[0]]
     if others:
         yield Problem(
             f"{counted('process', 'processes', others)}: the model's weights differ from those of "

@@ -173,8 +173,8 @@ def _averaged(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, f
     """The times by name, averaged over the processes that could read a profile."""
     known = [each for each in every if each]
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in known:
-        for kind, times in each.items():
+    for of_process in known:
+        for kind, times in of_process.items():
             for name, seconds in times.items():
                 found[kind][name] += seconds / len(known)
     return {kind: dict(times) for kind, times in found.items()}

@@ -438,7 +438,7 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 def _findings(strategy: Strategy, model: keras.Model, batch_size: int | None) -> tuple:
     """What lint says, but for transfers, which a dry run counts itself."""
     found = strategy.lint(model, batch_size=batch_size).findings
-    return tuple(each for each in found if each.code != "unpaired")
+    return tuple(finding for finding in found if finding.code != "unpaired")
 
 
 def _state(model: keras.Model, kind: str) -> tuple[list, ...]:

@@ -224,7 +224,7 @@ def compile_lowered(
 def _kept(entry: Any) -> Compiled | None:
     """The result from a cache entry, unless another version of this package wrote it
     differently."""
-    names = {each.name for each in dataclasses.fields(Compiled)}
+    names = {one.name for one in dataclasses.fields(Compiled)}
     if not isinstance(entry, dict) or set(entry) != names or not _is_compiled(entry):
         return None
     known: dict[str, Any] = entry | {"rematerialized": tuple(entry["rematerialized"])}

@@ -227,28 +227,28 @@ class Comparison(Page):
 def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
     """The shares of the measured total and of the estimated total."""
     found = list(found)
-    measured = sum(each.measured for each in found) or 1.0
-    most = [each.estimated[1] if each.estimated else 0.0 for each in found]
+    measured = sum(row.measured for row in found) or 1.0
+    most = [row.estimated[1] if row.estimated else 0.0 for row in found]
     return [
-        (each.measured / measured, high / sum(most) if sum(most) else each.operations)
-        for each, high in zip(found, most, strict=True)
+        (row.measured / measured, high / sum(most) if sum(most) else row.operations)
+        for row, high in zip(found, most, strict=True)
     ]
 
 
 def _table(what: str, found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableCell]]]:
     rows = []
-    for each, (share, other) in zip(found, _shares(found), strict=True):
+    for row, (share, other) in zip(found, _shares(found), strict=True):
         rows.append(
             [
-                TableCell(each.name),
-                TableCell(duration_text(each.measured), each.measured),
+                TableCell(row.name),
+                TableCell(duration_text(row.measured), row.measured),
                 TableCell(f"{share:.1%}", share),
-                _estimated(each),
+                _estimated(row),
                 TableCell(f"{other:.1%}", other),
-                _ratio(each),
+                _ratio(row),
             ]
         )
-    timed = any(each.estimated is not None for each in found)
+    timed = any(row.estimated is not None for row in found)
     share = "share" if timed else "operations"
     return (what, "measured", "share", "estimated", share, "ratio"), rows
 

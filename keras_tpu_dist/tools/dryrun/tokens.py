@@ -86,10 +86,10 @@ def _bytes(aval: Any) -> int:
 def _on_device(dtype: str, shape: tuple[int, ...], carried: Sequence[Shape]) -> int:
     """Bytes of a carried array on one device: the largest shape that can be a part of it."""
     parts = [
-        each.bytes
-        for each in carried
-        if each.dtype == _DTYPES[dtype]
-        and len(each.dims) == len(shape)
-        and all(part and whole % part == 0 for part, whole in zip(each.dims, shape, strict=True))
+        array.bytes
+        for array in carried
+        if array.dtype == _DTYPES[dtype]
+        and len(array.dims) == len(shape)
+        and all(part and whole % part == 0 for part, whole in zip(array.dims, shape, strict=True))
     ]
     return max(parts, default=math.prod(shape) * np.dtype(dtype).itemsize)

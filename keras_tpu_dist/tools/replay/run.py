@@ -285,7 +285,7 @@ def _of_launch(kind: str, outputs: list[Any], after: Any) -> tuple[list[str], li
     """The names and values that a launch returns, and the state after it."""
     last = outputs[-1]
     if kind == "predict" and len(outputs) > 1:
-        last = jax.tree.map(lambda *of: np.stack([np.asarray(each) for each in of]), *outputs)
+        last = jax.tree.map(lambda *of: np.stack([np.asarray(array) for array in of]), *outputs)
     paths, _ = jax.tree_util.tree_flatten_with_path(last)
     names = [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in paths]
     leaves = [*(leaf for _, leaf in paths), *jax.tree.leaves(tuple(map(list, after)))]
@@ -446,7 +446,10 @@ class TPUProgram:
         ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
         if error := ran.get("error"):
             raise RuntimeError(error)
-        return [each if isinstance(each, str) else self._compared(each) for each in ran["results"]]
+        return [
+            result if isinstance(result, str) else self._compared(result)
+            for result in ran["results"]
+        ]
 
     def _compared(self, results: list[tuple[Any, float]]) -> list[Row]:
         expected, rows = self._expected, []

@@ -153,7 +153,7 @@ class Placed:
         if ways == 1 or self.used_ways(index) > 1 or weight.shape[1] % ways:
             return False
         every = [each for each in self.facts.lookups if each.weight == index]
-        ids = sum(each.ids for each in every)
+        ids = sum(one.ids for one in every)
         item = lookup.taken_bytes // (lookup.ids * weight.shape[1])
         by_rows = bool(set(self.specs[index][0]) & set(stored))
         lookups = width.StepLookups(ids * self.batches, item, weight.trainable)

@@ -308,7 +308,7 @@ def _check_candidates(among: Any) -> None:
     if among is None:
         return
     listed = isinstance(among, Sequence) and not isinstance(among, str)
-    if not listed or not all(isinstance(each, Candidate) for each in among):
+    if not listed or not all(isinstance(candidate, Candidate) for candidate in among):
         raise value_error(
             "among takes candidates of a search.",
             received={"among": among},

@@ -219,8 +219,10 @@ class SliceRanking(Page):
         """The choices, all slices in one table, then every slice by itself."""
         header, rows = self._table()
         numbers = {id(tried): n for r in self.rankings for n, tried in enumerate(r.candidates, 1)}
-        for row, each in zip(rows, self.candidates, strict=True):
-            row.insert(1, TableCell(str(numbers[id(each.tried)]), numbers[id(each.tried)]))
+        for row, candidate in zip(rows, self.candidates, strict=True):
+            row.insert(
+                1, TableCell(str(numbers[id(candidate.tried)]), numbers[id(candidate.tried)])
+            )
         header = (*header[:1], *(["point"] if rows else []), *header[1:])
         parts = [f"<h1>{html.escape(self._title())}</h1>", *map(code, self._lines())]
         parts.append(sortable(header, rows))

@@ -35,10 +35,10 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
     given = {"processes": options.processes, "devices": options.devices}
     given["processes_from"] = options.processes_from
     if options.here:
-        if any(each is not None for each in given.values()):
+        if any(value is not None for value in given.values()):
             raise value_error(
                 "--here starts one process with the devices of this host.",
-                received={name: each for name, each in given.items() if each is not None},
+                received={name: value for name, value in given.items() if value is not None},
                 fix="Leave --here out to simulate several hosts on this machine.",
             )
         return 1, None

@@ -50,7 +50,7 @@ class _Beside(MetaPathFinder):
 
     def _is_own(self, file: str) -> bool:
         """Whether a file is the user's; packages may be installed in a folder below the user's."""
-        above = [each for each in sys.path if each and file.startswith(f"{each}{os.sep}")]
+        above = [folder for folder in sys.path if folder and file.startswith(f"{folder}{os.sep}")]
         return max(above, key=len, default="") in self.folders
 
 

@@ -51,9 +51,9 @@ def _programs(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(
-        str(each)
-        for each in folder.iterdir()
-        if each.suffix == ".py" or (each / f"{_MAIN}.py").is_file()
+        str(path)
+        for path in folder.iterdir()
+        if path.suffix == ".py" or (path / f"{_MAIN}.py").is_file()
     )
 
 
@@ -70,14 +70,14 @@ def _check_module(name: str) -> None:
     if folders is None:
         raise _not_found(name, f"{top!r} does not exist", _names([Path.cwd()]))
     package = top
-    for each in rest:
+    for word in rest:
         if _unknown(folders):
             return
-        within, folders = folders, _folders_within(folders, each)
+        within, folders = folders, _folders_within(folders, word)
         if folders is None:
-            what = f"{package!r} contains no {each!r}"
+            what = f"{package!r} contains no {word!r}"
             raise _not_found(name, what, _names(within, f"{package}."))
-        package = f"{package}.{each}"
+        package = f"{package}.{word}"
     if folders and not _unknown(folders) and _folders_within(folders, _MAIN) is None:
         raise _not_found(name, f"the package has no {_MAIN}.py", _names(folders, f"{package}."))
 
@@ -104,7 +104,7 @@ def _folders_of(top: str) -> list[Path] | None:
         return None
     if spec is None:
         return None
-    return [Path(each) for each in spec.submodule_search_locations or ()]
+    return [Path(place) for place in spec.submodule_search_locations or ()]
 
 
 def _folders_within(folders: Sequence[Path], name: str) -> list[Path] | None:
@@ -114,7 +114,7 @@ def _folders_within(folders: Sequence[Path], name: str) -> list[Path] | None:
             return [folder / name]
         if any(folder.glob(f"{glob.escape(name)}.*")):
             return []
-    return [each / name for each in folders if (each / name).is_dir()] or None
+    return [place / name for place in folders if (place / name).is_dir()] or None
 
 
 def _unknown(folders: Sequence[Path]) -> bool:
