@@ -91,14 +91,7 @@ _Mask = jax.Array | None
 
 
 class _Axes:
-    """What splits what.
-
-    Args:
-        mesh: The mesh.
-        rows: The axes that split the batch.
-        heads: Those that split heads.
-        time: The one that splits queries along time, or `None`.
-    """
+    """What splits what."""
 
     def __init__(self, mesh: Mesh, rows: tuple, heads: tuple, time: str | None):
         self.mesh, self.rows, self.heads, self.time = mesh, rows, heads, time

@@ -57,13 +57,7 @@ class CheckpointError(RuntimeError):
 def checkpoint_error(
     rule: str, *, received: Mapping[str, object] | str, fix: str
 ) -> CheckpointError:
-    """A `CheckpointError` to raise. See `common.errors.message`.
-
-    Args:
-        rule: The rule that was broken, as a sentence.
-        received: What was found, or a sentence.
-        fix: The correction, as a sentence.
-    """
+    """A `CheckpointError` to raise. See `common.errors.message`."""
     return CheckpointError(message(rule, received=received, fix=fix))
 
 

@@ -64,14 +64,7 @@ class Requirement:
     choices: tuple = ()
 
     def check(self, caller: str, name: str, value: Any, or_none: bool) -> None:
-        """Raises a `ValueError` for an argument that is wrong. See `require`.
-
-        Args:
-            caller: The function or class that got it.
-            name: Its name.
-            value: Its value.
-            or_none: Whether `None` is right too.
-        """
+        """Raises a `ValueError` for an argument that is wrong. See `require`."""
         if self.holds(value) or (or_none and value is None):
             return
         raise value_error(

@@ -72,35 +72,15 @@ def value_error(
     name: str | None = None,
     choices: Iterable[object] = (),
 ) -> ValueError:
-    """A `ValueError` to raise. See `message`.
-
-    Args:
-        rule: The rule that was broken, as a sentence.
-        received: The arguments, or a sentence.
-        fix: The correction, as a sentence.
-        name: A name that may be mistyped.
-        choices: The valid spellings of `name`.
-    """
+    """A `ValueError` to raise. See `message`."""
     return ValueError(message(rule, received=received, fix=fix, name=name, choices=choices))
 
 
 def type_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> TypeError:
-    """A `TypeError` to raise. See `message`.
-
-    Args:
-        rule: The rule that was broken, as a sentence.
-        received: The arguments, or a sentence.
-        fix: The correction, as a sentence.
-    """
+    """A `TypeError` to raise. See `message`."""
     return TypeError(message(rule, received=received, fix=fix))
 
 
 def runtime_error(rule: str, *, received: Mapping[str, object] | str, fix: str) -> RuntimeError:
-    """A `RuntimeError` to raise. See `message`.
-
-    Args:
-        rule: The rule that was broken, as a sentence.
-        received: The arguments, or a sentence.
-        fix: The correction, as a sentence.
-    """
+    """A `RuntimeError` to raise. See `message`."""
     return RuntimeError(message(rule, received=received, fix=fix))

@@ -42,14 +42,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix: str) -> None:
-    """Raises a `ValueError` with the patterns that match nothing.
-
-    Args:
-        patterns: The patterns.
-        names: The paths that they may match, of weights or of layers.
-        rule: The error's first sentence, about what patterns match.
-        fix: How to see the names.
-    """
+    """Raises a `ValueError` with the patterns that match nothing."""
     names = list(names)
     lost = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
     if lost:

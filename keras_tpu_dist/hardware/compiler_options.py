@@ -80,12 +80,6 @@ def options_for(
 ) -> dict[str, Any] | None:
     """What to give `jax.jit` as `compiler_options`.
 
-    Args:
-        options: As `checked_compiler_options` gives them.
-        device: A device of the mesh, attached or described.
-        devices: The number of devices of the mesh.
-        split: Whether weights or slots may be split over them.
-
     Returns:
         The options given, and with them those chosen for this generation of chips; `None` for the
         compiler's own defaults. Passes that are known to compute wrongly are left out in any case.

@@ -29,12 +29,6 @@ def copied(batch: Any) -> Any:
 def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
     """The number of rows of an array of a batch.
 
-    Args:
-        name: Its name for errors.
-        axis: Its batch dimension.
-        leaf: The array.
-        empty: Whether it may have no rows.
-
     Raises:
         ValueError: If it has no such dimension, has no rows, or is not numeric.
     """
@@ -93,12 +87,6 @@ def check_numbers(name: str, leaf: Any) -> None:
 
 def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> None:
     """Raises if two arrays of a batch have different numbers of rows.
-
-    Args:
-        first: The name of one of them, and its rows.
-        name: The name of the other.
-        rows: The rows of the other.
-        leaf: The other array.
 
     Raises:
         ValueError: If they differ.

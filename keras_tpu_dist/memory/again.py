@@ -41,13 +41,6 @@ def computed_again(
 ) -> Any:
     """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept.
 
-    Args:
-        function: A layer's method, bound to it.
-        layer: The layer.
-        policy: The values to keep.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-
     Raises:
         ValueError: If a name in the policy is not found in the layer.
     """

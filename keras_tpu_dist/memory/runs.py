@@ -161,14 +161,7 @@ class Tracing:
         self.layers: list[Any] = []
 
     def call(self, stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-        """Calls a layer as a separate program within the traced one.
-
-        Args:
-            stock: The layer's call.
-            layer: The layer.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-        """
+        """Calls a layer as a separate program within the traced one."""
         call = _keras.PureCall(stock, layer, args, kwargs)
         call.read = tuple(layer.variables)
         values = [_keras.full_precision(variable) for variable in call.read]
@@ -218,14 +211,7 @@ def is_tracing() -> bool:
 
 
 def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps the call of a layer class of which some layers are blocks, for `route_calls`.
-
-    Args:
-        stock: The layer's call.
-        layer: The layer.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
+    """Wraps the call of a layer class of which some layers are blocks, for `route_calls`."""
     notes = _tracing.get()
     if notes is None or id(layer) not in notes.keys:
         return stock(*args, **kwargs)

@@ -247,11 +247,6 @@ def _variables(equations: list) -> list:
 def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
     """Runs a program.
 
-    Args:
-        jaxpr: The program, a `ClosedJaxpr`.
-        runs: The equations to compute as loops.
-        inputs: The program's inputs.
-
     Returns:
         Its outputs.
     """

@@ -196,16 +196,7 @@ class Channel:
 
 
 class _Agreement:
-    """One agreement: process 0, the writer, sends the others its verdict.
-
-    Args:
-        channel: The channel.
-        number: The number of the agreement on the channel.
-        what: See `Channel.agree`.
-        fix: See `Channel.agree`.
-        form: See `Channel.agree`.
-        reduce: See `Channel.agree`.
-    """
+    """One agreement: process 0, the writer, sends the others its verdict."""
 
     def __init__(
         self,

@@ -23,12 +23,6 @@ _FIX = (
 def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
     """Writes a file of a model: only in process 0, if several processes have parts of the weights.
 
-    Args:
-        stock: Keras's function, which writes it.
-        model: The model.
-        filepath: The file.
-        *args, **kwargs: Further arguments of `stock`.
-
     Raises:
         PeerError: If it fails in another process, or not all of them save.
     """

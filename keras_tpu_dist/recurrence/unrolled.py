@@ -29,14 +29,6 @@ def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: b
 
     The saved value is a list over time: the states before a step, and the activations' inputs, the
     states after the step if those suffice, or None.
-
-    Args:
-        loop: How to run.
-        x: `(time, batch, features)`.
-        weights: The weights.
-        state: States before the first step, each `(batch, units)`.
-        mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
-        save: Whether the backward pass will need the saved values.
     """
     cell, own = loop.cell, ready(loop, weights)
     advance = _advance_together(loop, weights) if _together(loop, weights) else _advance(loop, own)
@@ -98,17 +90,7 @@ def _rows(loop: Loop, x_now, state: State, *more):
 
 
 def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State):
-    """All steps backwards; arguments and results as for `run_back`.
-
-    Args:
-        loop: How to run.
-        x: `(time, batch, features)`.
-        weights: The weights.
-        steps: The saved values of `run_unrolled`.
-        mask: See `run_unrolled`.
-        d_hs: Cotangent of the states after every step, or None.
-        d_last: Cotangents of the final states.
-    """
+    """All steps backwards; arguments and results as for `run_back`."""
     own = ready(loop, weights)
     rules = _back_together if _together(loop, weights) else _back
     retreat, of_step, finish = rules(loop, own, weights)

@@ -151,16 +151,25 @@ OTHER_FORMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def model():
+    return made("stock")
+
+
 @pytest.mark.parametrize("form", OTHER_FORMS)
-def test_a_manifest_of_another_form_is_passed_by(form, copied, tmp_path, caplog):
+def test_a_manifest_of_another_form_is_refused(form, copied, model):
     rewrite(copied, 8, OTHER_FORMS[form])
-    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
-        model = made("stock")
-        saved = ktd.callbacks.Checkpoint(copied, every_epochs=1)
-        model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=[saved])
-    assert "Trying the previous checkpoint." in caplog.text
     with pytest.raises(ktd.CheckpointError, match=r"Checkpoint 8 of .* Received: "):
         load_newest(model, CheckpointReader(copied), 8, needs=OF_FIT)
+
+
+@pytest.mark.parametrize("form", ["a number", "no epoch", "no positions"])
+def test_a_fit_passes_it_by(form, copied, model, caplog):
+    rewrite(copied, 8, OTHER_FORMS[form])
+    saved = ktd.callbacks.Checkpoint(copied, every_epochs=1)
+    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=[saved])
+    assert "Trying the previous checkpoint." in caplog.text
 
 
 def test_a_deep_manifest_is_passed_by(copied):

@@ -307,10 +307,6 @@ class _Rows:
     def pull(self, value: Atom, labels: Labels) -> Any:
         """The computation of a value for rows.
 
-        Args:
-            value: The value.
-            labels: The meaning of its dimensions.
-
         Raises:
             _NotByRow: If the value depends on other rows.
         """

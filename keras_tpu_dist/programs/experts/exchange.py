@@ -105,12 +105,6 @@ def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
 class _Exchange:
     """Decides which values of a program are split by rows, and which by experts.
 
-    Args:
-        graph: The program.
-        mesh: The mesh.
-        rows: The axes that split the batch.
-        kernels: From the id of a kernel's array to the axes that split its experts.
-
     Attributes:
         products: For each product with kernels of experts, the number of the operand with the
             kernels and the axes that split them.

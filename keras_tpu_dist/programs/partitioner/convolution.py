@@ -32,9 +32,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     axes of the mesh take part, which it handles correctly; its layout is constrained if XLA could
     use parts of an axis. Otherwise, or if XLA would shift positions, image and window are made
     whole.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars

@@ -17,12 +17,6 @@ from keras_tpu_dist.common.errors import message
 def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> Any:
     """The results of a program, if they are finite.
 
-    Args:
-        program: The program, which does not donate its arguments.
-        function: The function that it was compiled from.
-        mesh: The mesh.
-        args: The arguments.
-
     Raises:
         FloatingPointError: If a result is not finite: JAX's own, from the layer that computes it,
             or ours if that cannot be found.

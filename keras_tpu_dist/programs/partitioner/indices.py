@@ -16,11 +16,7 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A gather by 32-bit indices, or `None` if it already has them.
-
-    Returns:
-        The replacement equations, or `None`.
-    """
+    """A gather by 32-bit indices, or `None` if it already has them."""
     if not narrow(equation.invars[1]):
         return None
 

@@ -26,9 +26,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     XLA sums what every device found in its part, or gathers what it wrote. If it also splits the
     operation along another dimension, it does this within groups of devices, and computes the
     groups without the axes of the `shard_map`.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     if not spread.manual or len(spread.open_axes) < 2:
         return None

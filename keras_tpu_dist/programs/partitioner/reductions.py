@@ -22,11 +22,7 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """The reduction of whole dimensions, or `None` if they already are.
-
-    Returns:
-        The replacement equations, or `None`.
-    """
+    """The reduction of whole dimensions, or `None` if they already are."""
     if not candidate(equation, spread.mesh):
         return None
     return whole_along(equation, spread, _reduced)

@@ -24,12 +24,6 @@ _CLOSED = ("pallas_call",)
 def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[Axes] = ()) -> Any:
     """A program in which operations that XLA would partition wrongly are repaired.
 
-    Args:
-        jaxpr: The program, a `ClosedJaxpr`.
-        mesh: The mesh.
-        inputs: For every input, the mesh axes of its dimensions.
-        outputs: The same for results with layouts.
-
     Returns:
         The program; the same object if there is nothing to repair.
     """

@@ -26,9 +26,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Rows of indices and updates that may be split unevenly are padded to a multiple, with an index
     beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
     three and cut off the result.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     indices, updates = equation.invars[1:3]

@@ -23,9 +23,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     A start beyond the end means the last position at which the slice fits. XLA's partitioner moves
     it back into every device's part instead.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     starts, last = _places(equation)
     atoms = [*equation.invars[: -len(last)], *equation.outvars]

@@ -24,9 +24,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     sometimes reuses the part of another operation on the same rows. A `shard_map` gathers the other
     dimensions over the same axes too. If one of those may be split (the rows of pooled images), it
     should stay so, and only layouts are constrained.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     return whole_along(equation, spread, _WRONG[equation.primitive.name])
 

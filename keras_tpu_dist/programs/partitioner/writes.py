@@ -34,9 +34,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     XLA reads the values that it will overwrite, at an index outside of all parts but one. It merges
     this slice with the one that cut the part from a whole array, without clamping it. A selection
     by position reads nothing, and every device computes it for its own part.
-
-    Returns:
-        The replacement equations, or `None`.
     """
     if not candidate(equation, spread.mesh):
         return None
