@@ -7,7 +7,7 @@ class Batches(keras.utils.PyDataset):
     """Rows of arrays, batch by batch.
 
     Args:
-        arrays: The arrays, of equal length.
+        arrays: The arrays, of equal length, or structures of them.
         rows: For each batch its rows, as a slice or an array of indices.
     """
 
@@ -19,7 +19,8 @@ class Batches(keras.utils.PyDataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return tuple(array[self.rows[index]] for array in self.arrays)
+        rows = self.rows[index]
+        return keras.tree.map_structure(lambda array: array[rows], tuple(self.arrays))
 
     def endless(self):
         """A generator of the batches, again and again."""
@@ -29,5 +30,5 @@ class Batches(keras.utils.PyDataset):
 
 def in_batches(size, *arrays):
     """Arrays in batches of `size` rows, the last of what is left."""
-    starts = range(0, len(arrays[0]), size)
+    starts = range(0, len(keras.tree.flatten(arrays)[0]), size)
     return Batches(arrays, [slice(start, start + size) for start in starts])

@@ -5,6 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 
@@ -34,21 +35,6 @@ class Stops(keras.callbacks.Callback):
                 raise Stop
 
 
-class Rows(keras.utils.PyDataset):
-    """Batches of rows, in order."""
-
-    def __init__(self, rows, size):
-        super().__init__()
-        self.rows, self.size = rows, size
-
-    def __len__(self):
-        return -(-self.rows // self.size)
-
-    def __getitem__(self, index):
-        x = X[index * self.size : min((index + 1) * self.size, self.rows)]
-        return x, x[:, :2]
-
-
 def of_unknown_length(rows, size):
     tf = pytest.importorskip("tensorflow")
     spec = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 2)))
@@ -62,7 +48,7 @@ def of_unknown_length(rows, size):
 
 INPUTS = {
     "arrays": lambda rows, size: {"x": X[:rows], "y": X[:rows, :2], "batch_size": size},
-    "pydataset": lambda rows, size: {"x": Rows(rows, size)},
+    "pydataset": lambda rows, size: {"x": in_batches(size, X[:rows], X[:rows, :2])},
     "unknown length": lambda rows, size: {"x": of_unknown_length(rows, size)},
     "steps": lambda rows, size: {
         "x": X,

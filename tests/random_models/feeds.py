@@ -10,6 +10,7 @@ import numpy as np
 import small_models
 from drawing import Program
 from options import BY_TOKEN, LIBRARIES
+from pydatasets import in_batches
 
 _CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
 
@@ -73,7 +74,7 @@ class Data:
         """Keyword arguments of `train_on_batch`, for each batch."""
         arrays, keywords = self._weighted()
         names, size = ("x", "y", "sample_weight"), self._choices["batch_size"]
-        batches = (_batch(tuple(arrays), size, number) for number in range(self._batches))
+        batches = in_batches(size, *arrays)
         return [{**dict(zip(names, batch)), **keywords} for batch in batches]
 
     def _weighted(self) -> tuple[list, dict[str, Any]]:
@@ -92,7 +93,7 @@ class Data:
             names = ("x", "y", "sample_weight")
             return {**dict(zip(names, arrays)), "batch_size": self._choices["batch_size"]}
         size = self._choices["batch_size"]
-        return {"x": _FEEDS[self._kind](tuple(arrays), size, self._batches, endless)}
+        return {"x": _FEEDS[self._kind](tuple(arrays), size, endless)}
 
 
 def _values(rng, rows: int, tensor: Any) -> np.ndarray:
@@ -105,42 +106,23 @@ def _values(rng, rows: int, tensor: Any) -> np.ndarray:
     return (ids * (np.arange(shape[1]) < lengths)).astype("int32")
 
 
-def _batch(arrays: tuple, size: int, number: int) -> tuple:
-    rows = slice(number * size, (number + 1) * size)
-    return keras.tree.map_structure(lambda a: a[rows], arrays)
+def _generator(arrays, size, endless):
+    batches = in_batches(size, *arrays)
+    return batches.endless() if endless else (batch for batch in batches)
 
 
-def _generator(arrays, size, batches, endless):
-    while True:
-        for number in range(batches):
-            yield _batch(arrays, size, number)
-        if not endless:
-            return
-
-
-def _pydataset(arrays, size, batches, endless):
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return batches
-
-        def __getitem__(self, number):
-            return _batch(arrays, size, number)
-
-    return Batches()
-
-
-def _tf_data(arrays, size, batches, endless):
+def _tf_data(arrays, size, endless):
     tf = importlib.import_module("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(size)
     return dataset.repeat() if endless else dataset
 
 
-def _torch(arrays, size, batches, endless):
+def _torch(arrays, size, endless):
     torch = importlib.import_module("torch")
     return torch.utils.data.DataLoader(_rows(arrays), batch_size=size)
 
 
-def _grain(arrays, size, batches, endless):
+def _grain(arrays, size, endless):
     grain = importlib.import_module("grain")
     return grain.MapDataset.source(_rows(arrays)).to_iter_dataset().batch(size)
 
@@ -151,6 +133,8 @@ def _rows(arrays) -> list:
 
 
 _FEEDS = {
-    **{"generator": _generator, "pydataset": _pydataset, "tf.data": _tf_data},
+    "generator": _generator,
+    "pydataset": lambda arrays, size, endless: in_batches(size, *arrays),
+    "tf.data": _tf_data,
     **{"torch": _torch, "grain": _grain},
 }

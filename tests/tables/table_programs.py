@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from drawing import Program
 from keras import ops
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.programs.tables import step as tables_step
@@ -218,13 +219,14 @@ class _Run:
     def _fit(self, model: keras.Model, arrays: tuple, callbacks: list, epochs: int) -> dict:
         size = self._choices["batch_size"]
         kind = self._choices["input"]
-        batches = -(-len(arrays[1]) // size)
+        batches = in_batches(size, *arrays)
         if kind == "arrays":
             given = {**dict(zip(_NAMES, arrays)), "batch_size": size, "shuffle": False}
         elif kind == "generator":
-            given = {"x": _generator(arrays, size, batches), "steps_per_epoch": batches}
+            given = {"x": batches.endless(), "steps_per_epoch": len(batches)}
         else:
-            given = {"x": _FEEDS[kind](arrays, size, batches), "shuffle": False}
+            given = {"x": _tf_data(arrays, size) if kind == "tf.data" else batches}
+            given["shuffle"] = False
         return model.fit(**given, callbacks=callbacks, epochs=epochs, verbose=0).history
 
     def _callbacks(self, model: keras.Model, arrays: tuple) -> list:
@@ -238,10 +240,8 @@ class _Run:
         return []
 
     def _on_batches(self, model: keras.Model, arrays: tuple) -> dict[str, Any]:
-        found, size = {}, self._choices["batch_size"]
-        for number in range(-(-len(arrays[1]) // size)):
-            found[f"batch {number}"] = model.train_on_batch(*_batch(arrays, size, number))
-        return found
+        batches = in_batches(self._choices["batch_size"], *arrays)
+        return {f"batch {n}": model.train_on_batch(*batch) for n, batch in enumerate(batches)}
 
 
 class _Assigns(keras.callbacks.Callback):
@@ -308,31 +308,9 @@ def _data(program: Program, model: keras.Model) -> tuple:
     return (x, y, weights) if choices["weighted"] else (x, y)
 
 
-def _batch(arrays: tuple, size: int, number: int) -> tuple:
-    part = slice(number * size, (number + 1) * size)
-    return keras.tree.map_structure(lambda a: a[part], arrays)
-
-
-def _generator(arrays: tuple, size: int, batches: int):
-    while True:
-        for number in range(batches):
-            yield _batch(arrays, size, number)
-
-
-def _pydataset(arrays: tuple, size: int, batches: int) -> keras.utils.PyDataset:
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return batches
-
-        def __getitem__(self, number):
-            return _batch(arrays, size, number)
-
-    return Batches()
-
-
-def _tf_data(arrays: tuple, size: int, batches: int) -> Any:
+def _tf_data(arrays: tuple, size: int) -> Any:
     if importlib.util.find_spec("tensorflow") is None:
-        return _pydataset(arrays, size, batches)
+        return in_batches(size, *arrays)
     data = importlib.import_module("tensorflow").data
     arrays = keras.tree.map_structure_up_to(arrays, lambda a: a, arrays)
     return data.Dataset.from_tensor_slices(_tuples(arrays)).batch(size)
@@ -344,8 +322,6 @@ def _tuples(structure: Any) -> Any:
         return tuple(map(_tuples, structure))
     return structure
 
-
-_FEEDS = {"pydataset": _pydataset, "tf.data": _tf_data}
 
 # --- models -------------------------------------------------------------------------------------
 
