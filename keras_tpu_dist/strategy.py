@@ -42,7 +42,7 @@ from keras_tpu_dist.replica.loop import Launches
 from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.options import Ahead, Input, Options, Tables
+from keras_tpu_dist.training.options import Ahead, Donate, Input, Options, Tables
 from keras_tpu_dist.training.runner import Runner
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         data_axes: str | Sequence[str] | None = None,
         batch_axis: Any = 0,
         prefetch: Ahead | None = None,
-        donate_state: bool | str = "auto",
+        donate_state: Donate = "auto",
         shard_optimizer: bool = False,
         remat: Any = None,
         input_timeout_s: Seconds | None = None,

@@ -160,6 +160,15 @@ OF_DRY_RUNS: dict[str, Any] = {
 }
 
 
+OF_RUNS: dict[str, Any] = {
+    "fn": (None, "", "f", 3, True, []),
+    "args": (3, True, "x", NAN),
+    "kwargs": (3, True, "x", [1]),
+    "options": (3, True, "x", {}, []),
+    "steps": COUNT,
+}
+
+
 def assignment() -> ktd.DeviceAssignment:
     return ktd.DeviceAssignment.build(computation_shape=[2])
 
@@ -183,7 +192,7 @@ ROWS: dict[str, Row] = {
             "step": ("", "x", True, NAN, -1, 1.5, [], HUGE),
             "strict": FLAG,
             "exclude": PATTERNS,
-            "rename": (None, 3, True, "ab", [("a", 1)], [("(", "b")], {"a": None}),
+            "rename": (None, 3, True, "ab", ("a", "b"), [("a", 1)], [("(", "b")], {"a": None}),
         },
     ),
     "checkpoints": Row(
@@ -523,13 +532,16 @@ ROWS: dict[str, Row] = {
     "TPUStrategy.run": Row(
         lambda **k: strategy().run(**k),
         lambda: {"fn": lambda *a: None},
+        {**OF_RUNS, "outputs": word("lats", "first")},
+    ),
+    "TPUStrategy.verify_run": Row(
+        lambda **k: strategy().verify_run(**k),
+        lambda: {"fn": lambda *a: None, "topology": "v5e:2x4"},
         {
-            "fn": (None, "", "f", 3, True, []),
-            "args": (3, True, "x", NAN),
-            "kwargs": (3, True, "x", [1]),
-            "options": (3, True, "x", {}, []),
-            "steps": COUNT,
-            "outputs": word("lats", "first"),
+            **OF_RUNS,
+            "topology": (None, *word("v5:4x4", "v5e:2x2")),
+            "as_on_chip": FLAG,
+            "timeout": SECONDS,
         },
     ),
     "TPUStrategy.loop": Row(

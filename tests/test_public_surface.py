@@ -50,6 +50,7 @@ def test_all_else_is_one_clear_error(name):
         (lambda: ktd.callbacks.Checkpoint("a", every_epoch=1), "Did you mean 'every_epochs'"),
         (lambda: ktd.callbacks.BackupAndRestore("a", save_frq=1), "Did you mean 'save_freq'"),
         (lambda: ktd.TPUStrategy(layout="fsdq"), "Did you mean 'fsdp'"),
+        (lambda: ktd.Planner("fsdq"), "Did you mean 'fsdp'"),
         (lambda: ktd.TPUStrategy(prefech=2), "Did you mean 'prefetch'"),
         (lambda: ktd.RunOptions(buckets="powr_of_two"), "Did you mean 'power_of_two'"),
         (lambda: ktd.Topology.parse("v5:4x4"), "Did you mean"),

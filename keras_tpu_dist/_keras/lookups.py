@@ -47,7 +47,12 @@ def _indices(layer, inputs) -> jax.Array:
     tokens = np.asarray(layer.get_vocabulary(include_special_tokens=False), "int64")
     places = np.arange(len(tokens)) + layer._token_start_index()
     keys, values = (places, tokens) if layer.invert else (tokens, places)
-    _check_range(layer, tokens, dtype)
+    if len(tokens) and max(abs(int(tokens.min())), int(tokens.max())) > np.iinfo(dtype).max:
+        raise value_error(
+            "In a compiled model, integers of a vocabulary must fit into JAX's integers.",
+            received={"layer": layer.name, "largest": int(np.abs(tokens).max())},
+            fix=f"Set JAX_ENABLE_X64=1. {_PIPELINE}",
+        )
     inputs = inputs.astype(dtype)
     order = np.argsort(keys)
     keys, values = jnp.asarray(keys[order], dtype), jnp.asarray(values[order], dtype)
@@ -80,15 +85,6 @@ def _check_fits_in_program(layer) -> None:
             "Not all options of IntegerLookup work in a compiled model.",
             received={"layer": layer.name, **options},
             fix=fix,
-        )
-
-
-def _check_range(layer, tokens: np.ndarray, dtype: Any) -> None:
-    if len(tokens) and max(abs(int(tokens.min())), int(tokens.max())) > np.iinfo(dtype).max:
-        raise value_error(
-            "In a compiled model, integers of a vocabulary must fit into JAX's integers.",
-            received={"layer": layer.name, "largest": int(np.abs(tokens).max())},
-            fix=f"Set JAX_ENABLE_X64=1. {_PIPELINE}",
         )
 
 

@@ -31,18 +31,7 @@ def on_shares(
 ) -> jax.Array:
     """Runs the flash kernel on each device's share.
 
-    Args:
-        query: `(batch, time, heads, width)`, scaled.
-        key: `(batch, source, kv_heads, width)`.
-        value: `(batch, source, kv_heads, value_width)`.
-        mask: Rank 4, or `None`.
-        mesh: The mesh.
-        data_axes: Mesh axes that split the batch.
-        head_axes: Mesh axes that may split the heads.
-        time_axis: The mesh axis that splits queries along time where it divides them, or `None`.
-        is_causal: Whether query `i` sees only keys `0..i`.
-        soft_cap: `cap * tanh(logits / cap)`, or `None`.
-        interpret: Run the kernel's program in plain JAX.
+    See `kernel.flash_attention` for the arrays, and `dispatch.dot_product_attention` for the axes.
 
     Returns:
         `(batch, time, heads, value_width)`.

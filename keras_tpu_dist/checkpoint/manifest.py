@@ -319,15 +319,12 @@ def _check_training(training: Mapping) -> None:
     for position in _listed(training, "positions"):
         _expect(position is None or is_position(position), "training.positions", position)
     for name in ("history", "history_at_end"):
-        _check_history(training.get(name, {"epoch": [], "logs": {}}))
-
-
-def _check_history(history: Any) -> None:
-    _expect(isinstance(history, dict), "training.history", history)
-    epochs, logs = history.get("epoch"), history.get("logs")
-    _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)
-    lists = isinstance(logs, dict) and all(isinstance(values, list) for values in logs.values())
-    _expect(lists, "history.logs", logs)
+        history = training.get(name, {"epoch": [], "logs": {}})
+        _expect(isinstance(history, dict), "training.history", history)
+        epochs, logs = history.get("epoch"), history.get("logs")
+        _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)
+        lists = isinstance(logs, dict) and all(isinstance(values, list) for values in logs.values())
+        _expect(lists, "history.logs", logs)
 
 
 def _listed(training: Mapping, name: str) -> Iterator[Any]:

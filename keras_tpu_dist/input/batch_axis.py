@@ -72,16 +72,15 @@ def element_names(batch: Any) -> list[str]:
     """
     parts = [("x", batch)]
     if isinstance(batch, (tuple, list)):
-        parts = [(_element_name(i), part) for i, part in enumerate(batch)]
+        parts = [
+            (_ELEMENTS[i] if i < len(_ELEMENTS) else f"x[{i}]", part)
+            for i, part in enumerate(batch)
+        ]
     return [
         name + jax.tree_util.keystr(path)
         for name, part in parts
         for path, _ in jax.tree_util.tree_flatten_with_path(part, is_leaf=_is_leaf)[0]
     ]
-
-
-def _element_name(index: int) -> str:
-    return _ELEMENTS[index] if index < len(_ELEMENTS) else f"x[{index}]"
 
 
 def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,7 +18,13 @@ from keras_tpu_dist.common.axes import (
     names_in,
     split_ways,
 )
-from keras_tpu_dist.common.checks import NaturalInt, PositiveInt, check_model, knows_words
+from keras_tpu_dist.common.checks import (
+    NaturalInt,
+    PositiveInt,
+    check_model,
+    knows_words,
+    one_of,
+)
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
@@ -176,19 +182,9 @@ class Planner:
     [(None, 'model'), ('model',), ('model', None)]
     """
 
-    kind: str
+    kind: Annotated[str, one_of(*PLANS)]
     min_size: NaturalInt = MIN_SIZE
     memory_bytes: PositiveInt | None = None
-
-    def __post_init__(self):
-        if not isinstance(self.kind, str) or self.kind not in PLANS:
-            raise value_error(
-                'A plan is "fsdp", "tensor_parallel" or "auto".',
-                received={"layout": self.kind},
-                fix="Use one of them, or give rules.",
-                name=str(self.kind),
-                choices=PLANS,
-            )
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
         """Raises a `ValueError` if the mesh has no axis that this plan could split over.

@@ -48,14 +48,8 @@ def _paste(loop: Loop, whole, short) -> Any:
 def run_segments(loop: Loop, x, weights: Weights, state, mask):
     """Runs all steps; returns the states after every step or None, the last, and the kept values.
 
-    The states before every segment are kept; the backward pass recomputes the rest.
-
-    Args:
-        loop: How to run; `loop.segment` is the number of steps in a segment.
-        x: `(time, batch, features)`.
-        weights: The weights.
-        state: States before the first step, each `(batch, units)`.
-        mask: `(time, batch, 1)` boolean or None.
+    The states before every segment, of `loop.segment` steps, are kept; the backward pass recomputes
+    the rest. Arguments as for `run`.
     """
     ahead = run_unrolled if loop.unrolled else run
     whole, short = _cut(loop, (x, mask))
@@ -77,15 +71,7 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask):
 def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last):
     """All steps backwards, one segment after the other; arguments and results as for `run_back`.
 
-    Args:
-        loop: How to run; `loop.segment` is the number of steps in a segment.
-        x: `(time, batch, features)`.
-        weights: The weights.
-        kept: The kept values of `run_segments`, for the whole segments, and for the shorter one or
-            None.
-        mask: See `run_segments`.
-        d_hs: Cotangent of the states after every step, or None.
-        d_last: Cotangents of the final states.
+    `kept` is what `run_segments` kept: for the whole segments, and for the shorter one or None.
     """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
@@ -221,14 +207,7 @@ def _backwards(loop: Loop, shared, own, weights):
 def differentiable(loop: Loop, split: Split, x, weights: Weights, state, mask):
     """The recurrence; `x` is `(time, batch, features)`, the batch divisible by the split.
 
-    Args:
-        loop: How to run.
-        split: Over which mesh axes the batch is split.
-        x: `(time, batch, features)`.
-        weights: The weights; with two directions each has a leading axis of two.
-        state: Tuple of states before the first step, each `(batch, units)` or `(2, batch, units)`.
-        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, False where the state is carried
-            over, or None.
+    See `recur` for the arguments. The mask is `(time, batch, 1)` or `(time, 2, batch, 1)`.
 
     Returns:
         `h` after every step, `(time, batch, units)` or `(time, 2, batch, units)`, or None if

@@ -121,7 +121,9 @@ class ReplicaCode:
     ) -> Launch:
         """Runs the function with arguments and a number of steps; returns the last results or
         all."""
-        fn = _without_jit(fn)
+        # The function without its `jax.jit`: the program is compiled as a whole.
+        jitted = hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__")
+        fn = fn.__wrapped__ if jitted else fn
 
         def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
             with membership.Scope(strategy):
@@ -234,12 +236,6 @@ def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
 
 def _weakly(fn) -> Callable[[], Any]:
     return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
-
-
-def _without_jit(fn):
-    """The function without its `jax.jit`: the program is compiled as a whole."""
-    jitted = hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__")
-    return fn.__wrapped__ if jitted else fn
 
 
 def _reduce_leaf(op: str, value, axis, strategy):

@@ -138,7 +138,13 @@ class Recorder(keras.StatelessScope):
         if is_own(variable):
             return value
         if how == "mean":
-            _check_float(variable, value)
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                raise value_error(
+                    'A variable with aggregation="mean" must hold floating-point numbers.',
+                    received={"variable": variable.path, "dtype": str(value.dtype)},
+                    fix='Give it a float dtype, or aggregation="sum" or "only_first_replica", or '
+                    "assign it outside of strategy.run.",
+                )
             return self._context.all_reduce("mean", value)
         if how == "sum":
             return self._context.all_reduce("sum", value)
@@ -288,16 +294,6 @@ def _own_dtype(variable):
     # Inside a layer's call, Variable.dtype would be the dtype that its policy casts to.
     with _keras.AutocastScope(None):
         return variable.dtype
-
-
-def _check_float(variable, value) -> None:
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise value_error(
-            'A variable with aggregation="mean" must hold floating-point numbers.',
-            received={"variable": variable.path, "dtype": str(value.dtype)},
-            fix='Give it a float dtype, or aggregation="sum" or "only_first_replica", or '
-            "assign it outside of strategy.run.",
-        )
 
 
 def _check_can_average(variable) -> None:

@@ -208,7 +208,13 @@ class Prediction(StepLoop):
     def _outputs(self, launched):
         if len(launched) == 1 and launched[0][1] == 1:
             return launched[0][0]
-        return _all_rows(launched)
+        launches = [
+            jax.tree.map(lambda rows: np.concatenate(np.asarray(rows)), outputs)
+            if steps > 1
+            else outputs
+            for outputs, steps in launched
+        ]
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *launches)
 
     def _eager(self, scanned, mask):
         run = super()._eager(scanned, mask)
@@ -354,14 +360,3 @@ class Training(StepLoop):
     @property
     def _donates(self):
         return self._guard.donate
-
-
-def _all_rows(launched: list[tuple[Any, int]]) -> Any:
-    """The outputs of predict launches, joined along the batch as Keras joins them."""
-    launches = [
-        jax.tree.map(lambda rows: np.concatenate(np.asarray(rows)), outputs)
-        if steps > 1
-        else outputs
-        for outputs, steps in launched
-    ]
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *launches)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import one_of, whole
-from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.compiler_options import (
     accepted,
     checked_compiler_options,
@@ -17,6 +16,7 @@ from keras_tpu_dist.hardware.compiler_options import (
 
 # Prefetched batches take the devices' memory.
 Ahead = Annotated[int, whole(0, 10_000)]
+Donate = Annotated[bool | str, one_of(True, False, "auto")]
 Input = Annotated[str, one_of("global", "per_process")]
 Tables = Annotated[str, one_of("auto", "rows", "lazy")]
 
@@ -57,13 +57,6 @@ class Options:
     tables: str | None = "auto"
 
     def __post_init__(self):
-        # By type, because 1 == True.
-        if not (isinstance(self.donate_state, bool) or self.donate_state == "auto"):
-            raise value_error(
-                "donate_state is True, False or 'auto'.",
-                received={"donate_state": self.donate_state},
-                fix="Leave it out for 'auto'.",
-            )
         checked_compiler_options(self.compiler_options)
 
     def as_arguments(self) -> dict[str, Any]:

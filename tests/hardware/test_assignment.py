@@ -186,11 +186,8 @@ def test_replicas_that_do_not_exist_are_an_error(devices):
         ValueError, match=r"only known from the devices of whole slices.*devices=\[\]"
     ):
         DeviceAssignment.build([])
-    with pytest.raises(ValueError, match=r"A computation shape on .*computation_shape=2\."):
-        DeviceAssignment.build("v5e:2x4", 2)
-    for order, lengths in (([0, 1], r"\['no list', 'no list'\]"), (3, r"\[\]"), ([[]], r"\[0\]")):
-        with pytest.raises(ValueError, match=rf"same number of devices.*devices per.*{lengths}"):
-            DeviceAssignment.from_order(order, "v5e:2x2")
+    with pytest.raises(ValueError, match=r"same number of devices.*\['no list', 'no list'\]"):
+        DeviceAssignment.from_order([0, 1], "v5e:2x2")
     with pytest.raises(ValueError, match=r"must be one of v5e:2x2.*device=\('a', 0, 0, 0\)"):
         DeviceAssignment.from_order([[("a", 0, 0, 0)]], "v5e:2x2")
 

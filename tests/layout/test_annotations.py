@@ -231,8 +231,6 @@ def test_a_layout_given_to_a_weight_stays_through_every_call(layout):
 def test_a_wrong_annotation_is_an_error_with_the_fix():
     with pytest.raises(ValueError, match=r"needs the layout of a weight or of the output"):
         split(L.Dense(3))
-    with pytest.raises(ValueError, match=r"Only layers and models.*layer=3"):
-        replicate(3)
     dense = L.Dense(3)
     dense.build((None, 4))
     with pytest.raises(ValueError, match=r"weights by their name.*kernal.*Did you mean 'kernel'"):

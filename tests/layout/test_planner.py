@@ -380,11 +380,6 @@ def test_auto_asks_no_device_of_another_process():
     assert memory(unknown[0]) == memory(Device("cpu", "cpu", 0)) > 1e9
 
 
-def test_what_is_no_plan():
-    with pytest.raises(ValueError, match=r"A plan is.*layout='fdsp'.*Did you mean 'fsdp'"):
-        Planner("fdsp")
-
-
 def test_the_private_names_that_read_a_model_exist():
     """Plans would be silently empty if Keras renamed one of these."""
     x = keras.Input((8,))

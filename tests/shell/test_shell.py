@@ -628,7 +628,7 @@ def test_check(model, capsys, tmp_path, monkeypatch):
     assert (found["ok"], found["mesh"]) == (True, {"data": 4, "model": 2})
     assert "step" not in [part["name"] for part in found["parts"]]
     assert main(["check", "--minutes", "0"]) == 2
-    assert "minutes is the time" in capsys.readouterr().err
+    assert "a number of minutes above 0" in capsys.readouterr().err
     assert main([*words, "--html", "no/page.html"]) == 2
 
     def faulty(strategy, todo, minutes):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_model, require, whole
+from keras_tpu_dist.common.checks import above_zero, check_model, require, whole
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.prepared import why_not
@@ -30,7 +30,7 @@ def check(
         )
     if model is not None:
         check_model(model, "check")
-    _check_minutes(minutes)
+    require("check", above_zero("minutes", "3"), minutes=minutes)
     if batch_size is not None:
         require("check", whole(strategy.num_replicas_in_sync), batch_size=batch_size)
     require("check", whole(1), True, sequence_length=sequence_length)
@@ -42,13 +42,3 @@ def check(
         )
     given = Given(x, y, sample_weight, sequence_length, batch_size)
     return run_check(strategy, steps(model, given), minutes)
-
-
-def _check_minutes(minutes: Any) -> None:
-    number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
-    if not number or not 0 < minutes < float("inf"):
-        raise value_error(
-            "minutes is the time limit of a check, a number above 0.",
-            received={"minutes": minutes},
-            fix="Write for example minutes=3.",
-        )

@@ -35,7 +35,8 @@ def filled(
     """
     data = keras.utils.pack_x_y_sample_weight(*batch)
     leaves, treedef = flatten(data)
-    names, axes = element_names(_as_elements(data)), axes_of(data)
+    # A batch as `element_names` takes it: `x` alone may be a list.
+    names, axes = element_names(data if isinstance(data, tuple) else (data,)), axes_of(data)
     sizes = [_open(leaf, axis) for leaf, axis in zip(leaves, axes)]
     if not any(sizes):
         if sequence_length is not None:
@@ -58,11 +59,6 @@ def filled(
     if any(still):
         raise _open_sizes(treedef, leaves, names, axes, still, sequence_length)
     return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, leaves))
-
-
-def _as_elements(data: Any) -> Any:
-    """A batch as `element_names` takes it: `x` alone may be a list."""
-    return data if isinstance(data, tuple) else (data,)
 
 
 def _open(leaf: Any, axis: int | None) -> tuple[int, ...]:

@@ -198,7 +198,8 @@ def _compiled(lowered, job: dict, devices: list) -> tuple:
     except jax.errors.JaxRuntimeError as error:
         if not job["optional_options"] or "RESOURCE_EXHAUSTED" in str(error):
             raise
-        refused = _refused_options(options, job["optional_options"], devices)
+        file = os.path.join(os.path.dirname(__file__), "..", "..", "hardware", "option_trial.py")
+        refused = runpy.run_path(file)["refused_options"](options, job["optional_options"], devices)
         if not refused:
             raise
     rest = {name: value for name, value in options.items() if name not in refused}
@@ -209,11 +210,6 @@ def _of_seam(name: str):
     # By its path: importing it from the package would import Keras.
     file = os.path.join(os.path.dirname(__file__), "..", "..", "_keras", "replicas.py")
     return runpy.run_path(file)[name]
-
-
-def _refused_options(options: dict, optional: list, devices: list) -> dict:
-    file = os.path.join(os.path.dirname(__file__), "..", "..", "hardware", "option_trial.py")
-    return runpy.run_path(file)["refused_options"](options, optional, devices)
 
 
 def _mesh(job: dict):

@@ -47,7 +47,9 @@ def matrix_flops(
         estimate = kernels.flops(instruction, operands)
         if estimate:
             # A kernel's first operands may select the blocks to compute.
-            numbers = [o for o in operands if o.shapes and _is_floating(o.shapes[0].dtype)]
+            numbers = [
+                o for o in operands if o.shapes and o.shapes[0].dtype.startswith(("f", "bf"))
+            ]
             yield instruction, _rate(*(numbers or operands[:2])), estimate, 1
         elif "matmul" in (instruction.attribute("custom_call_target") or ""):
             # the CPU compiler's library call: (rows, depth) times (depth, columns)
@@ -61,10 +63,6 @@ def estimated_cycles(instruction: Instruction) -> int:
     cycles = instruction.number("estimated_cycles") or 0
     # The compiler writes 2^63-1 if it has no estimate.
     return cycles if cycles < 2**60 else 0
-
-
-def _is_floating(dtype: str) -> bool:
-    return dtype.startswith(("f", "bf"))
 
 
 def _rate(*operands: Instruction) -> str:

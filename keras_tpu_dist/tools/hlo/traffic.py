@@ -249,13 +249,9 @@ def _update_bytes(computation: Computation, update: Instruction, k: int, scoped:
             return 2 * whole
         indices, window = indices_and_window(computation, update, k)
         return 2 * min(indices * target.window_bytes(window), whole)
-    return _sliced_bytes(target, computation.operands(update)[1].shapes[0], update)
-
-
-def _sliced_bytes(target: Shape, part: Shape, update: Instruction) -> int:
-    """Of a dynamic-update-slice: written, and read too where it may start within a tile."""
+    # Of a dynamic-update-slice: written, and read too where it may start within a tile.
     zeroes = [int(z) for z in _KNOWN_BITS.findall(update.attributes)]
-    dims, inside = list(part.dims), False
+    dims, inside = list(computation.operands(update)[1].shapes[0].dims), False
     for axis, tile in target.tiles.items():
         known = zeroes[axis] if axis < len(zeroes) else 0
         if dims[axis] == target.dims[axis] or known & (tile - 1) == tile - 1:
