@@ -31,14 +31,18 @@ def mlp():
     return model
 
 
+def compiled(model, *args, **options):
+    """A model after its `compile`."""
+    model.compile(*args, **options)
+    return model
+
+
 def in_launches(n, make=mlp, optimizer=lambda: "adam", **options):
     """A function that builds a classifier, compiled for launches of `n` steps."""
 
     def build():
-        model = make()
         loss = "sparse_categorical_crossentropy"
-        model.compile(optimizer(), loss, steps_per_execution=n, **options)
-        return model
+        return compiled(make(), optimizer(), loss, steps_per_execution=n, **options)
 
     return build
 

@@ -7,7 +7,7 @@ import sys
 
 import keras
 import pytest
-from helpers import assert_close, built, data
+from helpers import assert_close, built, compiled, data
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
@@ -24,21 +24,20 @@ class Preempted(Exception):
 
 
 def build(n=4):
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(16, use_bias=False, name="hidden"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(3, activation="softmax", name="out"),
-        ]
-    )
-    model.compile(
+    return compiled(
+        keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(16, use_bias=False, name="hidden"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(3, activation="softmax", name="out"),
+            ]
+        ),
         keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 60)),
         "sparse_categorical_crossentropy",
         steps_per_execution=n,
     )
-    return model
 
 
 class Kill(keras.callbacks.Callback):

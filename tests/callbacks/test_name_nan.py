@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, compiled, data, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import NameNaN
@@ -13,9 +13,7 @@ X, Y = data(4 * 14 + 3)  # 15 batches, the last one ragged
 
 def _build(n=8, optimizer="adam"):
     def build():
-        model = mlp()
-        model.compile(optimizer, "sparse_categorical_crossentropy", steps_per_execution=n)
-        return model
+        return compiled(mlp(), optimizer, "sparse_categorical_crossentropy", steps_per_execution=n)
 
     return build
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import rates as of_rates
@@ -126,9 +127,7 @@ def test_mfu_is_by_the_formula_of_dry_runs(steps, monkeypatch):
 
 
 def plain():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    model.compile("sgd", "mse")
-    return model
+    return compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), "sgd", "mse")
 
 
 def test_a_run_that_was_cut_counts_the_whole_epoch(tmp_path):

@@ -5,7 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, in_launches
+from helpers import assert_close, built, compiled, data, in_launches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -251,9 +251,7 @@ def test_custom_train_steps(caplog):
 
     def build(cls):
         def builder():
-            model = cls()
-            model.compile("sgd", "mse", steps_per_execution=8)
-            return model
+            return compiled(cls(), "sgd", "mse", steps_per_execution=8)
 
         return builder
 

@@ -6,6 +6,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layers.beside import layers_with_more
@@ -169,8 +170,7 @@ def made(name, changed, strategy=None):
         model = keras.Model(inputs, kl.Dense(2)(kl.Flatten()(outputs)))
         if changed and change not in (adapt, None):
             change(layer, x)
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-        return model
+        return compiled(model, keras.optimizers.SGD(0.0), "mse")
 
     if strategy is None:
         return of_layer(), x

@@ -24,6 +24,7 @@ from checkup.faults import (
     SlowLink,
     SwapsTwo,
 )
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common.once import log_once
@@ -56,8 +57,7 @@ def classifier():
     ]
     model = keras.Sequential([keras.Input((8, 8, 2)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    return model
+    return compiled(model, "adam", loss, metrics=["accuracy"])
 
 
 @pytest.mark.parametrize("mesh", MESHES)

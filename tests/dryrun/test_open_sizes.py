@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from compile_only import lower
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun import run as dryrun
@@ -25,9 +26,7 @@ def _slice():
 
 
 def _compiled(inputs, outputs, loss="mse"):
-    model = keras.Model(inputs, outputs)
-    model.compile("sgd", loss)
-    return model
+    return compiled(keras.Model(inputs, outputs), "sgd", loss)
 
 
 def _tokens(name="token_ids"):
@@ -49,9 +48,7 @@ def features():
 
 
 def sequential():
-    model = keras.Sequential([keras.Input((None, 6)), keras.layers.LSTM(3)])
-    model.compile("sgd", "mse")
-    return model
+    return compiled(keras.Sequential([keras.Input((None, 6)), keras.layers.LSTM(3)]), "sgd", "mse")
 
 
 def channels_first():
@@ -210,9 +207,7 @@ def test_time_that_is_the_first_dimension():
 
 def test_a_length_without_an_open_size_is_refused():
     def build():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        return model
+        return compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), "sgd", "mse")
 
     with pytest.raises(ValueError, match=r"fills open sizes.*x\(None, 4\)"):
         ktd.dry_run(build, _slice(), batch_size=8, sequence_length=32)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from compile_only import lower
-from helpers import assert_close, data, mlp
+from helpers import assert_close, compiled, data, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.lint import Finding
@@ -95,9 +95,7 @@ def _layout_map():
 def _model():
     hidden = keras.layers.Dense(32, activation="relu", name="hidden")
     layers = [keras.Input((16,)), hidden, keras.layers.Dense(4, name="out")]
-    model = keras.Sequential(layers)
-    model.compile("adam", "mse")
-    return model
+    return compiled(keras.Sequential(layers), "adam", "mse")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.compile import is_about_hbm
@@ -37,9 +38,7 @@ class Plain(keras.Model):
 
 
 def subclassed():
-    model = Plain()
-    model.compile("sgd", "mse")
-    return model
+    return compiled(Plain(), "sgd", "mse")
 
 
 @pytest.mark.slow

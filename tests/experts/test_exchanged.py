@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, compiled
 from keras import ops
 
 import keras_tpu_dist as ktd
@@ -66,8 +66,7 @@ def model_of(gated, hidden=HIDDEN):
     model = keras.Model(inputs, L.Dense(3)(x))
     rng = np.random.default_rng(0)
     model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
+    return compiled(model, keras.optimizers.SGD(0.1), "mse")
 
 
 def strategy_of(mesh):
@@ -246,8 +245,7 @@ def test_a_bank_of_its_own_is_sent_tokens_too():
         model = keras.Model(inputs, L.Dense(3)(x + Around()(x)))
         rng = np.random.default_rng(0)
         model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
+        return compiled(model, keras.optimizers.SGD(0.1), "mse")
 
     strategy = planned("data8")
     model = built(build, strategy)
@@ -269,8 +267,7 @@ def test_a_layer_that_computes_all_experts_is_left(monkeypatch):
         made = keras.Model(inputs, L.Dense(3)(All(name="mixture_0")(inputs)))
         rng = np.random.default_rng(0)
         made.set_weights([rng.normal(size=w.shape) * 0.4 for w in made.weights])
-        made.compile(keras.optimizers.SGD(0.1), "mse")
-        return made
+        return compiled(made, keras.optimizers.SGD(0.1), "mse")
 
     found = []
     monkeypatch.setattr(exchange._Exchange, "evaluate", lambda self, inputs: found.append(1))

@@ -3,6 +3,7 @@
 import jax
 import keras
 import pytest
+from helpers import compiled
 from language_model import Draw, LanguageModel
 
 import keras_tpu_dist as ktd
@@ -24,8 +25,7 @@ def build():
     keras.config.set_dtype_policy("bfloat16")
     model = Declared(vocabulary=512, width=256, blocks=2, heads=8, shared=4)
     keras.config.set_dtype_policy(before)
-    model.compile(sampler=Draw(1))
-    return model
+    return compiled(model, sampler=Draw(1))
 
 
 def strategy(topology="v5e:2x4"):

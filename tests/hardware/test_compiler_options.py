@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, compiled, data, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
@@ -248,6 +248,4 @@ def test_a_dry_run_leaves_out_what_the_compiler_of_a_slice_refuses(monkeypatch, 
 
 
 def _dense():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    model.compile("sgd", "mse")
-    return model
+    return compiled(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]), "sgd", "mse")

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, compiled
 
 import keras_tpu_dist as ktd
 
@@ -31,8 +31,7 @@ def model_of(change):
         layers = [Block(name="block"), keras.layers.Dense(1, name="head")]
         model = keras.Sequential([keras.Input((STEPS, FEATURES)), *layers])
         change(model.layers[0])
-        model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
-        return model
+        return compiled(model, keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
 
     return build
 

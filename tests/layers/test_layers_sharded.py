@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from helpers import compiled
 from jax.sharding import NamedSharding, PartitionSpec
 from recurrent import MESHES, close, without_loops
 
@@ -40,8 +41,7 @@ def small(kind, package, **config):
     )
     rng = np.random.default_rng(0)
     model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
+    return compiled(model, keras.optimizers.SGD(0.1), "mse")
 
 
 def data(rows):

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout import low_rank
@@ -60,8 +60,7 @@ def build(kind, rank=RANK, **compile_options):
             layer.enable_lora(rank, lora_alpha=6)
             factor = np.random.default_rng(0).normal(size=layer.lora_kernel_b.shape)
             layer.lora_kernel_b.assign(factor * 0.1)
-    model.compile(keras.optimizers.SGD(0.02), "mse", **compile_options)
-    return model
+    return compiled(model, keras.optimizers.SGD(0.02), "mse", **compile_options)
 
 
 def results(model):

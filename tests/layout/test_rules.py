@@ -2,7 +2,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, compiled, data, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -150,8 +150,7 @@ def test_slots_of_several_optimizers_follow_their_weights():
     def several():
         model = mlp()
         each = kinds.OptimizerMap(kinds.SGD(0.1, momentum=0.9), {".*hidden/.*": kinds.Adam(0.01)})
-        model.compile(kinds.MultiOptimizer(each), "sparse_categorical_crossentropy")
-        return model
+        return compiled(model, kinds.MultiOptimizer(each), "sparse_categorical_crossentropy")
 
     def fit(model):
         model.fit(*data(26), batch_size=13, verbose=0)

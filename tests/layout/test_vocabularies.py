@@ -11,7 +11,7 @@ import random
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, compiled
 from keras import ops
 from programs import program
 
@@ -74,9 +74,7 @@ def model_of(form, words, loss):
             last = functools.partial(first, reverse=True)
         x = first(tokens)
         y = L.Dense(4 * WIDTH, activation="gelu", name="up")(L.LayerNormalization()(x))
-        model = keras.Model(tokens, last(x + L.Dense(WIDTH, name="down")(y)))
-        model.compile("sgd", loss)
-        return model
+        return compiled(keras.Model(tokens, last(x + L.Dense(WIDTH, name="down")(y))), "sgd", loss)
 
     return build
 
@@ -109,8 +107,7 @@ def test_lora_beside_vocabularies_equals_one_device(form):
         model = model_of(form, 203, keras.losses.SparseCategoricalCrossentropy(from_logits=True))()
         name = "head" if form == "headed" else "token"
         model.get_layer(name).enable_lora(2, b_initializer="glorot_uniform")
-        model.compile("sgd", model.loss)
-        return model
+        return compiled(model, "sgd", model.loss)
 
     x, y = np.random.default_rng(0).integers(0, 203, (2, ROWS, TIME))
     found = []

@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, largest_difference, results, through_conditionals
+from helpers import assert_close, built, compiled, largest_difference, results, through_conditionals
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -26,8 +26,7 @@ def to(device):
 
 
 def sgd(model, loss="mse", **options):
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
-    return model
+    return compiled(model, keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
 
 
 def many_layers(devices=(None,) * 5):

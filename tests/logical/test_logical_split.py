@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, results
+from helpers import assert_close, built, compiled, results
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.logical.devices import ReplicateToLogicalDevices, SplitToLogicalDevices
@@ -284,9 +284,7 @@ def test_rows_that_do_not_divide_outside_of_compiled_code(rows):
         if strategy is not None:
             h = strategy.split_to_logical_devices(h, [1, 2])
             h = strategy.replicate_to_logical_devices(h)
-        model = keras.Model(inputs, L.Dense(1)(h))
-        model.compile("sgd", "mse", run_eagerly=True)
-        return model
+        return compiled(keras.Model(inputs, L.Dense(1)(h)), "sgd", "mse", run_eagerly=True)
 
     model, expected = built(lambda: build(strategy), strategy), built(build, None)
     for name in ("predict", "__call__"):
@@ -322,9 +320,7 @@ def test_dtypes_and_masks_pass_through():
         h = L.Embedding(9, 4, mask_zero=True)(tokens)
         if strategy is not None:
             h = strategy.split_to_logical_devices(h, [1, 1, 2])
-        model = keras.Model(tokens, L.Dense(1)(L.LSTM(3)(h)))
-        model.compile("sgd", "mse")
-        return model
+        return compiled(keras.Model(tokens, L.Dense(1)(L.LSTM(3)(h))), "sgd", "mse")
 
     x = np.random.default_rng(0).integers(0, 3, (13, 6))
     expected = results(built(build, None), x, np.ones(13), batch_size=8, evaluate=False)

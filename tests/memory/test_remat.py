@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import built, largest_difference
+from helpers import built, compiled, largest_difference
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -146,8 +146,7 @@ def classifier(block, remat, **options):
     optimizer = keras.optimizers.SGD(
         0.05, momentum=0.9, gradient_accumulation_steps=options.pop("accumulate", None)
     )
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    return model
+    return compiled(model, optimizer, loss, metrics=["accuracy"], **options)
 
 
 def sequences(rows=13):

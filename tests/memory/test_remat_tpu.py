@@ -2,6 +2,7 @@
 
 import keras
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 
@@ -19,9 +20,7 @@ def build():
             *(L.Dense(4 * WIDTH, "gelu"), L.Dense(WIDTH)),
         ]
         layers.append(keras.Sequential(inner, name=f"block_{i}"))
-    model = keras.Sequential([*layers, L.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
+    return compiled(keras.Sequential([*layers, L.Dense(1)]), "sgd", "mse")
 
 
 def temporaries(remat):

@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import built, largest_difference
+from helpers import built, compiled, largest_difference
 from test_remat import MESHES, TIME, WIDTH, Attending, Losing, Plain, sequences
 
 import keras_tpu_dist as ktd
@@ -157,8 +157,7 @@ def classifier(body, **options):
     model = keras.Model(x, L.Dense(3)(L.GlobalAveragePooling1D()(body(x))), name="classifier")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    return model
+    return compiled(model, optimizer, loss, metrics=["accuracy"], **options)
 
 
 def trained(body, scan, strategy, forward=False, **options):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.versions import TPU_FAULTS, libtpu_version
@@ -109,8 +110,7 @@ def two_trained_against_each_other():
 
     model = Gan()
     model.build((None, 8))
-    model.compile("sgd", "mse", steps_per_execution=4)
-    return model
+    return compiled(model, "sgd", "mse", steps_per_execution=4)
 
 
 def large_table():
@@ -140,8 +140,7 @@ def backbone(mixture=False):
     inputs = {name: keras.Input((32,), dtype="int32", name=name) for name in names}
     model = keras.Model(inputs, layers.Dense(128)(inner(inputs)))
     model = ktd.convert(model) if mixture else model
-    model.compile("sgd", CLASSES, steps_per_execution=2)
-    return model
+    return compiled(model, "sgd", CLASSES, steps_per_execution=2)
 
 
 def mixture_of_experts():
@@ -151,9 +150,7 @@ def mixture_of_experts():
 def half():
     rows = keras.Input((16,))
     x = layers.Dense(32, "gelu", dtype="mixed_bfloat16")(rows)
-    model = keras.Model(rows, layers.Dense(4)(x))
-    model.compile("sgd", "mse", steps_per_execution=2)
-    return model
+    return compiled(keras.Model(rows, layers.Dense(4)(x)), "sgd", "mse", steps_per_execution=2)
 
 
 _MODEL = """

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import keras
 import pytest
+from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
@@ -212,9 +213,7 @@ def test_rows_of_a_table_that_is_split_over_the_batch():
 
     def build():
         ids = keras.Input((4,), dtype="int32")
-        model = keras.Model(ids, L.Embedding(8192, 64)(ids))
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Model(ids, L.Embedding(8192, 64)(ids)), "adam", "mse")
 
     rows = of_model(build, FSDP)
     assert rows.specs == ((("fsdp",), ()),)
@@ -292,9 +291,7 @@ def test_features_are_split_alike_whether_weights_are_also_split_over_the_batch(
 def test_a_loop_gathers_its_weights_once():
     def build(steps):
         x = keras.Input((steps, 32))
-        model = keras.Model(x, ktd.layers.LSTM(128)(x))
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Model(x, ktd.layers.LSTM(128)(x)), "adam", "mse")
 
     few, many = (of_model(lambda n=n: build(n), FSDP) for n in (16, 64))
     assert any(map(many.in_a_loop, many.facts.products))
@@ -306,9 +303,7 @@ def test_attention_keeps_no_weights_of_its_own():
 
     def build():
         x = keras.Input((512, 64))
-        model = keras.Model(x, L.MultiHeadAttention(2, 32)(x, x))
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Model(x, L.MultiHeadAttention(2, 32)(x, x)), "adam", "mse")
 
     buffers = of_model(build, WHOLE).facts.kept[None].buffers
     assert buffers
@@ -366,9 +361,7 @@ def test_remat_holds_less_and_computes_more():
         x = inputs = keras.Input((128, 256))
         for _ in range(4):
             x = x + L.MultiHeadAttention(4, 256)(x, x)
-        model = keras.Model(inputs, x)
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Model(inputs, x), "adam", "mse")
 
     base = ktd.TPUStrategy({"data": 8}, topology=SLICE)
     with describing(build, base, Inputs(), ROWS) as model:
@@ -390,8 +383,7 @@ def test_a_state_that_is_not_donated_is_there_twice():
             model = keras.Sequential([keras.Input((256,))])
             for _ in range(layers):
                 model.add(L.Dense(256, use_bias=False))
-            model.compile("adam", "mse")
-            return model
+            return compiled(model, "adam", "mse")
 
         return build
 

@@ -5,7 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, compiled
 from keras import ops
 
 import keras_tpu_dist as ktd
@@ -301,8 +301,7 @@ def test_a_frozen_table_is_looked_up():
     def build():
         model = ranking()()
         model.get_layer("table").trainable = False
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-        return model
+        return compiled(model, keras.optimizers.Adam(0.01), "mse")
 
     _, found = compared(build, "data8", *data())
     assert found == {"table/embeddings": tables_step.LOOKED_UP}
@@ -317,8 +316,7 @@ def test_a_train_step_of_ones_own():
     def build():
         model = ranking()()
         model = Own(model.inputs, model.outputs)
-        model.compile(keras.optimizers.Adagrad(0.1), "mse")
-        return model
+        return compiled(model, keras.optimizers.Adagrad(0.1), "mse")
 
     _, found = compared(build, "data8", *data())
     assert found == {"table/embeddings": tables_step.BY_ROWS}

@@ -5,7 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, compiled
 from keras import ops
 from test_by_rows import (
     BATCH,
@@ -132,8 +132,7 @@ def test_a_tied_table_is_left_to_the_compiler():
         table = L.Embedding(ROWS, WIDTH, name="table")
         model = keras.Model(ids, Tied(table)(L.Dense(WIDTH)(table(ids))))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), loss)
-        return model
+        return compiled(model, keras.optimizers.Adam(0.01, epsilon=1e-3), loss)
 
     _, found = compared(build, "data8", x, x, tables="auto")
     assert found["table/embeddings"].startswith("every row is updated")
@@ -151,9 +150,7 @@ def test_no_device_gathers_the_table():
     def build():
         ids = keras.Input((16,), dtype="int32")
         x = L.Embedding(rows, features, name="table")(ids)
-        model = keras.Model(ids, L.Dense(1)(L.Flatten()(x)))
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Model(ids, L.Dense(1)(L.Flatten()(x))), "adam", "mse")
 
     largest = {}
     for tables in (None, "auto"):

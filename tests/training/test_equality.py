@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp, results
+from helpers import assert_close, built, compiled, data, mlp, results
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -12,22 +12,21 @@ MESHES = [{"data": 8}, {"data": 4, "model": 2}]
 
 
 def _cnn():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(4, 3),
-            keras.layers.BatchNormalization(),
-            keras.layers.ReLU(),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
-    )
-    model.compile(
+    return compiled(
+        keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Conv2D(4, 3),
+                keras.layers.BatchNormalization(),
+                keras.layers.ReLU(),
+                keras.layers.GlobalAveragePooling2D(),
+                keras.layers.Dense(3, activation="softmax"),
+            ]
+        ),
         keras.optimizers.SGD(0.05, momentum=0.9),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
-    return model
 
 
 def _dropout():
@@ -41,8 +40,7 @@ def _dropout():
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    return model
+    return compiled(model, "adam", loss, metrics=["accuracy"])
 
 
 def _lstm():
@@ -104,15 +102,14 @@ def test_two_inputs_two_outputs_with_sample_and_class_weights(batch_size):
             "label": keras.layers.Dense(3, activation="softmax", name="label")(hidden),
             "value": keras.layers.Dense(1, name="value")(hidden),
         }
-        model = keras.Model({"a": a, "b": b}, outputs)
-        model.compile(
+        return compiled(
+            keras.Model({"a": a, "b": b}, outputs),
             "adam",
             {"label": "sparse_categorical_crossentropy", "value": "mse"},
             loss_weights={"label": 1.0, "value": 0.3},
             metrics={"label": ["accuracy"], "value": ["mae"]},
             weighted_metrics={"value": ["mse"]},
         )
-        return model
 
     rng = np.random.default_rng(0)
     x = {"a": rng.normal(size=(103, 6)), "b": rng.normal(size=(103, 2))}
@@ -219,11 +216,9 @@ def test_generator_whose_batches_change_size():
 @pytest.mark.slow
 def test_run_eagerly():
     def build():
-        model = mlp()
-        model.compile(
-            "adam", "sparse_categorical_crossentropy", metrics=["accuracy"], run_eagerly=True
+        return compiled(
+            mlp(), "adam", "sparse_categorical_crossentropy", metrics=["accuracy"], run_eagerly=True
         )
-        return model
 
     x, y = data(29)
     check(build, lambda m: results(m, x, y, batch_size=10, epochs=1), meshes=MESHES[:1])
@@ -232,14 +227,13 @@ def test_run_eagerly():
 @pytest.mark.slow
 def test_steps_per_execution():
     def build():
-        model = mlp()
-        model.compile(
+        return compiled(
+            mlp(),
             "adam",
             "sparse_categorical_crossentropy",
             metrics=["accuracy"],
             steps_per_execution=3,
         )
-        return model
 
     x, y = data()
     check(build, lambda m: results(m, x, y, batch_size=10, epochs=2))
@@ -278,9 +272,7 @@ def test_custom_train_step():
             return logs, (trainable, non_trainable, optimizer, metrics)
 
     def build():
-        model = Doubled()
-        model.compile(keras.optimizers.Adam(0.01))
-        return model
+        return compiled(Doubled(), keras.optimizers.Adam(0.01))
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(103, 6)).astype("float32"), rng.normal(size=(103, 3))
@@ -307,9 +299,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     def build():
-        model = mlp()
-        model.compile(OPTIMIZERS[name](), "sparse_categorical_crossentropy")
-        return model
+        return compiled(mlp(), OPTIMIZERS[name](), "sparse_categorical_crossentropy")
 
     x, y = data()
     check(build, lambda m: results(m, x, y, batch_size=30, epochs=3))
@@ -342,10 +332,10 @@ class LargestConfidence(keras.metrics.Metric):
 @pytest.mark.slow
 def test_metrics_are_exact_on_ragged_tails():
     def build():
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(3, activation="softmax", name="out")]
-        )
-        model.compile(
+        return compiled(
+            keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(3, activation="softmax", name="out")]
+            ),
             "adam",
             "categorical_crossentropy",
             metrics=[
@@ -356,7 +346,6 @@ def test_metrics_are_exact_on_ragged_tails():
                 LargestConfidence(),
             ],
         )
-        return model
 
     x, labels = data()
     y = np.eye(3, dtype="float32")[labels]

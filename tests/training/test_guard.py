@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, in_launches, mlp
+from helpers import assert_close, built, compiled, data, in_launches, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training import guard
@@ -242,8 +242,7 @@ def test_evaluation_and_prediction_leave_weights_where_they_are(steps):
         )
         model.add(keras.layers.Dropout(0.5))
         model.add(keras.layers.Dense(3))
-        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps)
-        return model
+        return compiled(model, "adam", "mse", metrics=["mae"], steps_per_execution=steps)
 
     model = built(build, _strategy())
     x, y = np.ones((37, 6), "float32"), np.ones((37, 3), "float32")

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, scoped
+from helpers import assert_close, built, compiled, scoped
 
 import keras_tpu_dist as ktd
 
@@ -30,8 +30,7 @@ def model():
         ]
     )
     metrics = [keras.metrics.MeanIoU(8, sparse_y_pred=False)]
-    made.compile("sgd", "sparse_categorical_crossentropy", metrics=metrics)
-    return made
+    return compiled(made, "sgd", "sparse_categorical_crossentropy", metrics=metrics)
 
 
 def seen(model):

@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, compiled, data, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
@@ -155,9 +155,7 @@ def test_a_trainer_that_is_no_model(layout):
 
     def trained(strategy):
         def make():
-            model = Plain()
-            model.compile("sgd", "mse")
-            return model
+            return compiled(Plain(), "sgd", "mse")
 
         model = built(make, strategy)
         model.fit(*data(classes=3)[:1], np.ones((103, 3)), batch_size=32, verbose=0, shuffle=False)

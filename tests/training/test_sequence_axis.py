@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, results
+from helpers import assert_close, built, compiled, results
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
@@ -45,8 +45,7 @@ def decoder(masks=False, **options):
             x = x + kl.Dense(16)(kl.Dense(32, "gelu")(kl.LayerNormalization()(x)))
         model = keras.Model(tokens, kl.Dense(VOCABULARY)(x))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.02), loss, metrics=["accuracy"], **options)
-        return model
+        return compiled(model, keras.optimizers.SGD(0.02), loss, metrics=["accuracy"], **options)
 
     return build
 

@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, data
+from helpers import assert_close, compiled, data
 
 import keras_tpu_dist as ktd
 
@@ -19,9 +19,7 @@ MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
 def model(seed, units):
     keras.utils.set_random_seed(seed)
     layers = [keras.Input((6,)), keras.layers.Dense(units, name="hidden"), keras.layers.Dense(3)]
-    made = keras.Sequential(layers)
-    made.compile("adam", "mse", steps_per_execution="auto")
-    return made
+    return compiled(keras.Sequential(layers), "adam", "mse", steps_per_execution="auto")
 
 
 def fit(trained, epochs=4):
@@ -245,9 +243,7 @@ def normalized():
         *(keras.layers.Dense(8, activation="tanh"), keras.layers.BatchNormalization()),
         *(keras.layers.Dropout(0.2), keras.layers.Dense(3)),
     ]
-    made = keras.Sequential(layers)
-    made.compile("sgd", "mse", metrics=["mae"])
-    return made
+    return compiled(keras.Sequential(layers), "sgd", "mse", metrics=["mae"])
 
 
 def fit_13(trained, *callbacks, epochs=12):
