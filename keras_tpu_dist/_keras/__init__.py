@@ -139,7 +139,7 @@ from keras_tpu_dist._keras.trainer import holds as holds
 from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
-from keras_tpu_dist._keras.trainer import move_variable as move_variable
+from keras_tpu_dist._keras.trainer import move_variables as move_variables
 from keras_tpu_dist._keras.trainer import on_new_layer as on_new_layer
 from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups

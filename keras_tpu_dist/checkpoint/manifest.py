@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -195,8 +195,10 @@ def _check_version(data: Mapping, where: str) -> None:
 
 
 def _row(saved: Saved) -> dict[str, Any]:
-    row = asdict(saved)
-    return {**row.pop("entry"), **row}
+    # `asdict` copies each of the values: a tenth of the time of a save of many small arrays.
+    row = {**vars(saved.entry), **vars(saved)}
+    del row["entry"]
+    return row
 
 
 def _saved(row: Mapping[str, Any]) -> Saved:

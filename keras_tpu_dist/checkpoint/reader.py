@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.checkpoint.barriers import from_first, in_all
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints, is_small
 from keras_tpu_dist.checkpoint.keeping import (
     MANIFEST_FILE,
     Known,
@@ -32,6 +32,7 @@ from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.paths import absolute_path
+from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.processes.encoding import ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -229,6 +230,11 @@ class CheckpointReader:
         # The devices of all processes compute it, so all must have read their parts.
         saved = [saved for saved, _, _ in wanted]
         in_all(what, lambda: self._check(step, saved, arrays), alone=self.alone)
+        small = [i for i, (_, sharding, _) in enumerate(wanted) if sharding is not None]
+        small = [i for i in small if isinstance(arrays[i], np.ndarray)]
+        placed = put([arrays[i] for i in small], [wanted[i][1] for i in small])
+        for i, array in zip(small, placed, strict=True):
+            arrays[i] = array
         return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
 
     def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
@@ -247,11 +253,9 @@ class CheckpointReader:
                 _check_stored(self._stored[step], [saved for saved, _, _ in filled])
                 # Without a `Checkpointer`, whose barrier would wait for processes that failed.
                 read |= flat(handler.restore(path, args=restored))
-        for saved, sharding, _ in wanted:
+        for saved, _, _ in wanted:
             if 0 in saved.entry.shape:  # Orbax has not saved it
-                nothing = np.zeros(saved.entry.shape, saved.entry.dtype)
-                whole = sharding is None
-                read[saved.key] = nothing if whole else jax.device_put(nothing, sharding)
+                read[saved.key] = np.zeros(saved.entry.shape, saved.entry.dtype)
         return [read[saved.key] for saved, _, _ in wanted]
 
     def _arrays(self, step: int) -> Any:
@@ -377,6 +381,8 @@ def _request(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Orbax's arguments for reading arrays: shapes and restore options by key.
 
+    Small arrays are read into host memory, from where all of them go to the devices together.
+
     Args:
         wanted: See `Store.load`.
     """
@@ -387,7 +393,7 @@ def _request(
     }
     how = {
         saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
-        if sharding is None
+        if sharding is None or is_small(saved.entry)
         else ocp.ArrayRestoreArgs(sharding=sharding)
         for saved, sharding, _ in wanted
     }

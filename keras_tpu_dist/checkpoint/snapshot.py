@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
-from keras_tpu_dist.checkpoint.fingerprint import start_fingerprints
+from keras_tpu_dist.checkpoint.fingerprint import small_on_host, start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, check_name
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, automatic_names, named_state
 from keras_tpu_dist.common.version import __version__
@@ -53,7 +53,9 @@ def snapshot(
     rows += [row for own in beside for row in own]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
-    numbers = start_fingerprints([value for *_, value in rows])
+    axes = [_axes(value) for *_, value in rows]
+    values = small_on_host([value for *_, value in rows])
+    numbers = start_fingerprints(values)
     parts = {part for _, entry, _ in rows for part in entry.path.split("/")}
     automatic = automatic_names(objects or [model]) & parts
     training, written = copy.deepcopy(dict(training)), _written(model)
@@ -63,12 +65,12 @@ def snapshot(
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple]] = []
-    for kind, entry, value in rows:
+    for (kind, entry, _), value, split in zip(rows, values, axes, strict=True):
         check_name(entry.path)
         key = f"{kind}_{counts[kind]:05}"
         counts[kind] += 1
         arrays[key] = value
-        described.append((kind, entry, key, _axes(value)))
+        described.append((kind, entry, key, split))
 
     def manifest() -> Manifest:
         found: dict[str, list[Saved]] = {kind: [] for kind in counts}

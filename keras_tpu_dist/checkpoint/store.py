@@ -163,7 +163,9 @@ class Store(CheckpointReader):
             self._checkpointer.wait_until_finished()
             if self._is_first:
                 self._looked_at.pop(step, None)
-                self.manifest(step)  # read back, and only then others are deleted
+                found = self._known.get(step)  # read back, and only then others are deleted
+                if found is None or not found.whole:
+                    self.manifest(step)  # says what is wrong with it
                 self._delete_others()
 
         if self._barriers is not None:

@@ -143,11 +143,21 @@ class Flow:
             sums[root[node]] += result_bytes
         spoiled = {root[node] for node in (*self.whole, *self.ends)}
         spoiled |= self._broken(root, ways, sums)
+        weights: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for w, nodes in enumerate(self.weights):
+            for dim, node in enumerate(nodes):
+                weights[root[node]][w].append(dim)
+        met: dict[int, set[int]] = defaultdict(set)
+        for nodes, kernels in self.meets:
+            for one in {root[node] for node in nodes}:
+                met[one] |= kernels
         found = []
         for one, products in self._by_cut(root).items():
             if one in spoiled or self.sizes[one] % ways:
                 continue
-            cut = self._cut(one, products, root, sums[one])
+            closes = [any(root[node] == one for node in product.summed) for product in products]
+            pairs = list(zip(products, closes, strict=True))
+            cut = self._cut(pairs, weights[one], met[one], sums[one])
             if cut is not None:
                 found.append(cut)
         found.sort(key=lambda cut: -cut.saved_bytes)
@@ -191,43 +201,46 @@ class Flow:
                 found[one].append(product)
         return found
 
-    def _cut(self, one: int, products: list[_Product], root: list[int], sums: int) -> Cut | None:
-        dims = [[d for d, node in enumerate(nodes) if root[node] == one] for nodes in self.weights]
-        if any(len(own) > 1 for own in dims):
+    def _cut(
+        self,
+        products: list[tuple[_Product, bool]],
+        dims: dict[int, list[int]],
+        met: set[int],
+        sums: int,
+    ) -> Cut | None:
+        """A cut; `None` if it would not save bytes.
+
+        Args:
+            products: Its products, and whether they sum over the dimension that it splits.
+            dims: The dimensions of weights that it splits.
+            met: The kernels of values that are multiplied by one that it splits.
+            sums: The bytes that operations within it sum.
+        """
+        if any(len(own) > 1 for own in dims.values()):
             return None
         rows: set[int] = set()
         columns: set[int] = set()
         summed = alone = 0
         operands = {}
-        for product in products:
-            closes = any(root[node] == one for node in product.summed)
+        for product, closes in products:
             alone += product.result_bytes + 2 * product.operand_bytes
-            (rows if closes else columns).update(w for w in product.weights if dims[w])
+            (rows if closes else columns).update(product.weights & dims.keys())
             if closes:
                 summed += product.result_bytes
             else:
                 operands[product.operand] = product.operand_bytes
         if not rows or not columns or rows & columns or sums > summed:
             return None
-        follows = {w for w, own in enumerate(dims) if own} - rows - columns
+        follows = dims.keys() - rows - columns
         numbered = (tuple((w, dims[w][0]) for w in sorted(g)) for g in (columns, rows, follows))
+        # Kernels that compute a whole operand for the split features, such as keys for query heads.
+        small = max(self.elements(w) for w in columns | rows) * _SMALL
+        whole = sorted(w for w in met - columns - rows if self.elements(w) <= small)
         return Cut(
             *numbered,
-            whole=self._shared(one, columns | rows, root),
+            whole=tuple(whole),
             saved_bytes=alone - 2 * (summed + sum(operands.values()) + sums),
         )
-
-    def _shared(self, one: int, cut: set[int], root: list[int]) -> tuple[int, ...]:
-        """Kernels that compute a whole operand for the split features, such as keys for query
-        heads."""
-        small = max(self.elements(w) for w in cut) * _SMALL
-        found = {
-            w
-            for nodes, kernels in self.meets
-            if any(root[node] == one for node in nodes)
-            for w in kernels - cut
-        }
-        return tuple(sorted(w for w in found if self.elements(w) <= small))
 
     def makes_features(self, weight: int, dim: int) -> bool:
         """Whether a dimension of a weight becomes features of a product with it."""

@@ -226,14 +226,12 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
     Raises:
         ValueError: If the layout of a variable does not fit its shape.
     """
-    moved = []
+    # Keras gives slots their weight's layout and does not ask the strategy.
+    foreign = [v for v in variables if not strategy.layouts.owns(_keras.variable_layout(v))]
+    _keras.move_variables([(v, membership.choose_layout(v, strategy)) for v in foreign])
+    moved = [variable.path for variable in foreign]
     for variable in variables:
-        # Keras gives slots their weight's layout and does not ask the strategy.
         _keras.claim(variable)
-        layout = _keras.variable_layout(variable)
-        if not strategy.layouts.owns(layout):
-            moved.append(variable.path)
-            _keras.move_variable(variable, membership.choose_layout(variable, strategy))
         (value,) = _keras.full_values([variable])
         if value.weak_type:
             # keras.Variable(1.0) has a weakly typed array and an update a strongly typed one, for

@@ -383,7 +383,7 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
 def _adopted(model: Any, strategy: Strategy) -> Membership:
     member = _join(model, strategy)
     knew_weights = member.has_weights_of(model)
-    moved, foreign = [], []
+    moved, foreign, moves = [], [], []
     for variable, target in member.targets(model):
         layout = _keras.variable_layout(variable)
         if layout == target:
@@ -391,7 +391,8 @@ def _adopted(model: Any, strategy: Strategy) -> Membership:
             continue
         (moved if strategy.layouts.owns(layout) else foreign).append(variable)
         own = given_layout(variable) is not None and not member.owns_slot(variable)
-        _keras.move_variable(variable, target if own else chosen(variable, target))
+        moves.append((variable, target if own else chosen(variable, target)))
+    _keras.move_variables(moves)
     if moved or foreign:
         member.guard = None
         _keras.forget_functions(model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints, small_on_host, start_fingerprints
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64"]
@@ -48,6 +48,24 @@ def test_all_bits_of_eight_bytes_count(dtype):
 def test_empty_ones_have_numbers_too():
     assert fingerprints([]) == []
     assert fingerprints([jnp.zeros(()), jnp.zeros((0, 3))]) == [0, 0]
+
+
+def test_host_and_devices_see_what_is_not_finite():
+    arrays = [np.array([1.0, value], "float32") for value in (1.0, np.nan, -np.inf)]
+    found = start_fingerprints([*arrays, *map(jnp.asarray, arrays), np.arange(3), np.ones(2, bool)])
+    assert [finite for _, finite in found()] == [True, False, False] * 2 + [True, True]
+
+
+def test_small_arrays_are_copied_to_the_host_and_large_ones_stay():
+    mesh = ktd.TPUStrategy(MESH).mesh
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    small, large = np.arange(8.0, dtype="float32"), np.zeros(2**17, "float32")
+    given = [jax.device_put(small, split), jax.device_put(large, split), small]
+    copied, stays, same = small_on_host(given)
+    given[0].delete()
+    np.testing.assert_array_equal(copied, small)
+    assert stays is given[1]
+    assert same is small
 
 
 @settings(deadline=None)  # the first compiles

@@ -13,8 +13,11 @@ from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint import fingerprint
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.checkpoint.store import Store
+
+slow = pytest.mark.slow
 
 
 def trained(place, directory, build=mlp, **options):
@@ -38,8 +41,12 @@ def test_what_one_mesh_wrote_every_other_reads(source, tmp_path):
         assert {v.path: v.value.sharding for v in other.weights} == before
 
 
-@pytest.mark.slow
-def test_one_mesh_wrote_another_reads(tmp_path):
+# Bytes of the arrays that go through the memory of the host: all of them, some, and none.
+@pytest.mark.parametrize(
+    "small", [2**16, pytest.param(64, marks=slow), pytest.param(-1, marks=slow)]
+)
+def test_one_mesh_wrote_another_reads(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_SMALL_BYTES", small)
     one = trained("tensor", tmp_path)
     other = made("fsdp")
     report = ktd.restore(other, tmp_path)

@@ -61,7 +61,7 @@ def test_training_alone_assigns_nothing(model):
     others = [v for v in _keras.state_variables(model) if id(v) not in metrics]
     assert assignments(others) == {}
     # A move to where a variable lies is none, either.
-    _keras.move_variable(others[0], _keras.variable_layout(others[0]))
+    _keras.move_variables([(others[0], _keras.variable_layout(others[0]))])
     assert assignments(others) == {}
 
 
