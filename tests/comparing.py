@@ -19,12 +19,7 @@ LEAST = 1e-2
 def compared(
     program: Program, difference: Callable[[Program], tuple[float, str]]
 ) -> dict[str, Any]:
-    """Whether a program's results are the same, and the difference.
-
-    Args:
-        program: The program.
-        difference: Runs it on one device and on its mesh; returns the largest difference and where.
-    """
+    """Whether a program's results are the same, and the difference."""
     off, where = difference(program)
     if off <= TOLERANCES[program.choices["policy"]]:
         return {"right": True, "difference": off, "where": where}

@@ -71,12 +71,7 @@ def run_all(
 
 
 def option(text: str, options: Mapping[str, Sequence]) -> tuple[str, Any]:
-    """An option and its value, from `NAME=VALUE`.
-
-    Args:
-        text: The text.
-        options: From each option's name to its values.
-    """
+    """An option and its value, from `NAME=VALUE`."""
     name, _, value = text.partition("=")
     for each in options.get(name, ()):
         if str(each) == value:
@@ -86,13 +81,7 @@ def option(text: str, options: Mapping[str, Sequence]) -> tuple[str, Any]:
 
 
 def parser(description: str, programs: int, timeout: float) -> argparse.ArgumentParser:
-    """The options of a command that draws programs.
-
-    Args:
-        description: What it does.
-        programs: How many there are by default.
-        timeout: Seconds for each by default.
-    """
+    """The options of a command that draws programs."""
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--programs", type=int, default=programs)
     found.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
@@ -114,11 +103,6 @@ def run_as_asked(
     programs: Sequence[Program], script: Path, arguments: argparse.Namespace
 ) -> tuple[str, int]:
     """Runs programs as a command's arguments say, and prints what is not right.
-
-    Args:
-        programs: The programs.
-        script: What the processes run.
-        arguments: Those of `parser`.
 
     Returns:
         How many programs ran, in words, and the exit code.

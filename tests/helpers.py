@@ -107,12 +107,7 @@ def through_conditionals(program):
 
 
 def loaded(path, name):
-    """A file as a module, for scripts that stand beside tests.
-
-    Args:
-        path: The file.
-        name: The module's name, which no other may have.
-    """
+    """A file as a module, for scripts that stand beside tests."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

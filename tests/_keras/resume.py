@@ -122,14 +122,7 @@ def trained(feed, strategy, *callbacks, steps=1, numbers=None):
 
 
 def difference(feed, stop, *, steps=1, stock=False):
-    """The largest difference between a training that stopped and went on, and a whole one.
-
-    Args:
-        feed: One of `INPUTS`.
-        stop: One of `STOPS`.
-        steps: `steps_per_execution`.
-        stock: Whether there is no strategy.
-    """
+    """The largest difference between a training that stopped and went on, and a whole one."""
     after, every = STOPS[stop]
     one = None if stock else ktd.TPUStrategy()
     other = None if stock else ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, "fsdp")
@@ -146,12 +139,7 @@ def difference(feed, stop, *, steps=1, stock=False):
 
 @functools.cache
 def whole_training(feed, stock):
-    """What `trained` returns without a stop; to be made anew when Keras's rules change.
-
-    Args:
-        feed: One of `INPUTS`.
-        stock: Whether there is no strategy.
-    """
+    """What `trained` returns without a stop; to be made anew when Keras's rules change."""
     return trained(feed, None if stock else ktd.TPUStrategy())
 
 

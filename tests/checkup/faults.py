@@ -64,15 +64,10 @@ class Faulty(Launcher):
 
 @dataclass
 class FlipsABit(Faulty):
-    """A device flips the second highest bit of the first value of all that it computes.
-
-    Args:
-        device: Its number.
-        sometimes: Whether it does so in every other launch only.
-    """
+    """A device flips the second highest bit of the first value of all that it computes."""
 
     device: int = 0
-    sometimes: bool = False
+    sometimes: bool = False  # in every other launch only
 
     def after(self, outputs):
         if self.sometimes and self.count % 2:
@@ -89,11 +84,7 @@ class FlipsABit(Faulty):
 
 @dataclass
 class DropsAPart(Faulty):
-    """What a device sends does not arrive.
-
-    Args:
-        device: Its number.
-    """
+    """What a device sends does not arrive."""
 
     device: int = 0
 
@@ -112,11 +103,7 @@ class DropsItsBatch(DropsAPart):
 
 @dataclass
 class SwapsTwo(Faulty):
-    """Two devices get what is the other's.
-
-    Args:
-        devices: Their numbers.
-    """
+    """Two devices get what is the other's."""
 
     devices: tuple[int, int] = (0, 1)
 
@@ -159,12 +146,7 @@ class RoundsOperands(Faulty):
 
 @dataclass
 class Slow(Faulty):
-    """A device that takes several times as long.
-
-    Args:
-        device: Its number.
-        times: How many times.
-    """
+    """A device that takes several times as long."""
 
     device: int = 0
     times: int = 6
@@ -179,11 +161,7 @@ class Slow(Faulty):
 
 @dataclass
 class SlowLink(Slow):
-    """A link over which copies take several times as long.
-
-    Args:
-        ends: The numbers of the devices that it joins.
-    """
+    """A link over which copies take several times as long."""
 
     ends: tuple[int, int] = (0, 1)
 

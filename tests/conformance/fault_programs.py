@@ -61,11 +61,7 @@ class Ready:
 
 
 def ready(name: str) -> Ready:
-    """The program of a fault, on all devices.
-
-    Args:
-        name: The name of the fault.
-    """
+    """The program of a fault, on all devices."""
     case = CASES[name](jax.device_count())
     mesh = auto_mesh(np.asarray(jax.devices()).reshape(*case.mesh.values()), tuple(case.mesh))
     layouts = tuple(NamedSharding(mesh, spec) for spec in case.specs)

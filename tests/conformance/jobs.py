@@ -178,12 +178,7 @@ def _alone(job: Job) -> Job:
 
 
 def nudged(data: Any, job: Job) -> Any:
-    """Data with an ulp or two more or less, if the job asks for that.
-
-    Args:
-        data: A structure of arrays.
-        job: The job.
-    """
+    """Data with an ulp or two more or less, if the job asks for that."""
     rng = np.random.default_rng(job.nudged)
 
     def nudge(array: np.ndarray) -> np.ndarray:

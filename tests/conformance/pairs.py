@@ -183,12 +183,7 @@ def meshes(case: str) -> tuple[str, ...]:
 
 
 def threes(count: int, seed: int) -> list[str]:
-    """Cases of three operations, drawn at random.
-
-    Args:
-        count: How many.
-        seed: What they are drawn from.
-    """
+    """Cases of three operations, drawn at random."""
     rng = random.Random(seed)
     found: set[str] = set()
     while len(found) < count:
@@ -208,12 +203,7 @@ def _leaves_rows(names: tuple[str, ...]) -> bool:
 
 
 def arrays(case: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a case is computed of: an array without equal values, and whole numbers.
-
-    Args:
-        case: The case.
-        rows: The number of rows.
-    """
+    """What a case is computed of: an array without equal values, and whole numbers."""
     rng = np.random.default_rng(rows)
     shape = (rows, TIMES) if case.startswith(_TIME) else (rows,)
     x = rng.uniform(0.5, 1.5, (*shape, 3)).astype("float32")

@@ -28,12 +28,7 @@ _ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 
 
 class Replayed:
-    """A compiled function that runs libtpu's program.
-
-    Args:
-        program: The `jax.jit` function.
-        mesh: The mesh of simulated devices.
-    """
+    """A compiled function that runs libtpu's program."""
 
     def __init__(self, program, mesh):
         self._program, self._mesh = program, mesh

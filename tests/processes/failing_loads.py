@@ -24,12 +24,7 @@ FAILING_PROCESS = 1
 
 
 class Fault:
-    """Fails in one process, once, or whenever it is asked.
-
-    Args:
-        name: What fails; see `put_in`.
-        always: Whether it fails for every checkpoint.
-    """
+    """Fails in one process, once, or whenever it is asked."""
 
     def __init__(self, name, always=False):
         self.name, self.always, self.count = name, always, 0

@@ -157,10 +157,6 @@ def _ends_with_an_epoch(choices: dict[str, Any]) -> bool:
 def drawn(seed: int, fixed: Iterable[tuple[str, Any]] = ()) -> Program:
     """A program, the same for each seed.
 
-    Args:
-        seed: The seed.
-        fixed: Options that are given.
-
     Raises:
         ValueError: If what is given is not legal.
     """
@@ -199,12 +195,7 @@ def all_pairs() -> set[Pair]:
 
 
 def covering(programs: list[Program], seed: int) -> list[Program]:
-    """The programs, and more until every pair of options has met.
-
-    Args:
-        programs: Programs to begin with.
-        seed: The seed of the first one that is added.
-    """
+    """The programs, and more until every pair of options has met."""
     found = list(programs)
     missing = all_pairs().difference(*map(pairs_of, found))
     while missing:

@@ -41,12 +41,7 @@ _NO_GRADIENT = 1.0
 
 
 def compared(program: Program, timeout: float) -> dict[str, Any]:
-    """Whether a program gives on its mesh what it gives on one device, and the difference.
-
-    Args:
-        program: The program.
-        timeout: Seconds that all of it may take.
-    """
+    """Whether a program gives on its mesh what it gives on one device, and the difference."""
     if os.environ.get("KTD_COMPILER") == "libtpu":
         return _compared_by_rounding(program)
     deadline = time.monotonic() + 0.9 * timeout

@@ -12,10 +12,6 @@ import numpy as np
 def results(program: dict, timeout: float) -> dict[str, np.ndarray]:
     """What process 0 found.
 
-    Args:
-        program: The program, as plain values.
-        timeout: Seconds after which it counts as a hang.
-
     Raises:
         RuntimeError: If they fail, or take too long; with their last words.
     """

@@ -264,13 +264,7 @@ def tensorstore_leaks() -> bool:
 
 
 def grown(first: Usage, last: Usage, leaked_mib: float = 0.0) -> list[str]:
-    """What grew, in words; empty where nothing did.
-
-    Args:
-        first: What was held before.
-        last: What is held now.
-        leaked_mib: What others are known to have leaked between the two.
-    """
+    """What grew, in words; empty where nothing did."""
     found = []
     if last.resident_mib > first.resident_mib + MOST_MIB + leaked_mib:
         found.append(f"memory by {last.resident_mib - first.resident_mib:.0f} MiB")

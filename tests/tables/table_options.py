@@ -59,11 +59,7 @@ OPTIONS: dict[str, tuple] = {
 
 
 def is_legal(choices: dict[str, Any]) -> bool:
-    """Whether one device and the mesh are to give the same.
-
-    Args:
-        choices: A value for each option.
-    """
+    """Whether one device and the mesh are to give the same."""
     if choices["tables"] == "lazy":
         still = choices["optimizer"] in ROW_WISE and choices["extra"] in (None, "clipvalue")
         if not still or choices["model"] in ("tied", "regularized", "constrained", "penalized"):
@@ -78,10 +74,6 @@ def is_legal(choices: dict[str, Any]) -> bool:
 
 def drawn(seed: int, given: dict[str, Any] | None = None) -> Program:
     """A program, the same for each seed.
-
-    Args:
-        seed: The seed.
-        given: Options that are fixed.
 
     Raises:
         ValueError: If what is given is not legal.

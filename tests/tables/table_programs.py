@@ -72,12 +72,7 @@ _LIMITS = {
 
 
 def results_of(program: Program, on_mesh: bool) -> dict[str, Any]:
-    """Histories, weights, evaluation and predictions, and how tables were used.
-
-    Args:
-        program: The program.
-        on_mesh: Whether it runs on its mesh, or without a strategy.
-    """
+    """Histories, weights, evaluation and predictions, and how tables were used."""
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(program.seed)
@@ -122,13 +117,7 @@ def _path(variable: Any) -> str:
 
 
 class _Run:
-    """One run of a program.
-
-    Args:
-        program: The program.
-        on_mesh: Whether it runs on its mesh.
-        folder: For files.
-    """
+    """One run of a program."""
 
     def __init__(self, program: Program, on_mesh: bool, folder: Path):
         self._program, self._choices = program, program.choices

@@ -15,11 +15,7 @@ from table_programs import results_of  # noqa: E402
 
 
 def difference(program: Program) -> tuple[float, str]:
-    """The largest difference between a mesh and one device, where, and how tables were used.
-
-    Args:
-        program: The program.
-    """
+    """The largest difference between a mesh and one device, where, and how tables were used."""
     expected, found = results_of(program, False), results_of(program, True)
     assert found.keys() == expected.keys(), f"{list(found)} and {list(expected)}"
     used = {path: words for name in found if "uses" in name for path, words in found[name].items()}

@@ -132,14 +132,7 @@ CASES = {each.__name__: each for each in (target, deleted, within, averages, kep
 
 
 def difference(case, mesh, blocks, **options):
-    """The largest difference to one device, whose steps leave their input state alone.
-
-    Args:
-        case: A key of `CASES`.
-        mesh: The mesh's axes.
-        blocks: How large the model is.
-        **options: Those of `TPUStrategy`.
-    """
+    """The largest difference to one device, whose steps leave their input state alone."""
     one = ktd.TPUStrategy(devices=jax.devices()[:1], donate_state=False)
     results = []
     for strategy in (one, ktd.TPUStrategy(mesh, **options)):
