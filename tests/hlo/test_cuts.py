@@ -8,7 +8,13 @@ import pytest
 
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.tools import hlo
-from keras_tpu_dist.tools.hlo.wire import bandwidth_of, seconds_of, seconds_per_byte, sent_bytes
+from keras_tpu_dist.tools.hlo.wire import (
+    bandwidth_of,
+    latency_of,
+    seconds_of,
+    seconds_per_byte,
+    sent_bytes,
+)
 
 LINK = 50e9  # bytes a second of one v5e link, in one direction
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -108,3 +114,37 @@ def test_no_cut_says_more_than_sending_along_the_links_takes(kind, seed):
     assert 0 < found <= loads.max() / LINK + 1e-18
     if kind in ("all-to-all", "all-gather"):
         assert found == pytest.approx(loads.max() / LINK)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "over", "hops"),
+    [
+        # The book's example: four chips in a row without wraparound.
+        ("v5e:4x8", {"x": 8, "y": 4}, ("y",), 3),
+        ("v5e:4x8", {"x": 8, "y": 4}, ("x",), 7),
+        ("v5e:4x8", {"x": 8, "y": 4}, ("x", "y"), 10),
+        ("v5e:16x16", {"x": 16, "y": 16}, ("y",), 8),  # a ring
+        ("v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, ("x", "y", "z"), 6),
+        ("v5e:2x4", {"x": 8, "y": 1}, ("y",), 0),
+        ("tpu7x:2x2x1", {"x": 4, "core": 2}, ("core",), 0),  # two devices of one chip
+    ],
+)
+def test_few_bytes_take_a_microsecond_for_each_hop(name, axes, over, hops):
+    wire = placed(name, axes)
+    assert hlo.latency_over(wire, "all-gather", over) == pytest.approx(hops * 1e-6)
+    assert hlo.latency_over(wire, "all-reduce", over) == pytest.approx(2 * hops * 1e-6)
+
+
+def test_a_permute_waits_for_its_farthest_pair():
+    wire = placed("v5e:16x16", {"data": 16, "model": 16})
+    for pairs, hops in ((((0, 1), (1, 2)), 1), (((0, 1), (0, 8)), 8), (((0, 1), (0, 15)), 1)):
+        assert latency_of(wire, "collective-permute", pairs) == pytest.approx(hops * 1e-6)
+
+
+def test_between_slices_no_latency_is_known():
+    two = Topology.parse("2*v5e:2x4")
+    chips = sorted(two.devices(), key=lambda d: (d.slice_index, *d.coords))
+    wire = hlo.Wire.of({"slice": 2, "data": 4, "model": 2}, chips, two)
+    assert hlo.latency_over(wire, "all-reduce", ("slice",)) == 0
+    assert hlo.latency_over(wire, "all-reduce", ("model",)) > 0
+    assert hlo.latency_over(hlo.Wire.of({"data": 8}), "all-reduce", ("data",)) == 0

@@ -13,7 +13,7 @@ from helpers import compiled
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
-from keras_tpu_dist.tools.hlo import Wire, seconds_over
+from keras_tpu_dist.tools.hlo import Wire, latency_over, seconds_over
 from keras_tpu_dist.tools.searches.activations import peak_bytes
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
 from keras_tpu_dist.tools.searches.facts import describing
@@ -123,7 +123,10 @@ def test_links_are_those_of_the_collectives(described):
     wire = ground_of(both)[1].wire
     gradients = 2 * seconds_over(wire, "all-reduce", bytes_ / 2, ("data",))
     # The row's output forwards, the gradient of the column's input backwards.
-    rows = 2 * seconds_over(wire, "all-reduce", 4 * ROWS / 4 * WIDTH, ("model",))
+    # So few bytes that they take a microsecond there and one back.
+    assert seconds_over(wire, "all-reduce", 4 * ROWS / 4 * WIDTH, ("model",)) < 2e-6
+    rows = 2 * latency_over(wire, "all-reduce", ("model",))
+    assert rows == pytest.approx(4e-6)
     assert forecast_of(described, both).links_s == pytest.approx(gradients + rows)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program
-from keras_tpu_dist.tools.hlo.wire import Groups, Wire, seconds_of, sent_bytes
+from keras_tpu_dist.tools.hlo.wire import Groups, Wire, latency_of, seconds_of, sent_bytes
 
 KINDS = (
     "all-reduce",
@@ -40,7 +40,8 @@ class Collective:
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
         sent_bytes: Bytes that one device sends in one run.
-        seconds: Minimal time of one run by the speed of its links; 0 if they are unknown.
+        seconds: Minimal time of one run by the speed of its links, and a microsecond for each hop
+            if that is more; 0 if they are unknown.
     """
 
     kind: str
@@ -281,6 +282,7 @@ def describe(
     whole = operands * size if kind == "all-gather" else operands
     sent = sent_bytes(kind, whole, size)
     network, seconds = seconds_of(wire, kind, whole, groups)
+    seconds = max(seconds, latency_of(wire, kind, groups))
     axes: tuple[str, ...]
     if kind == "collective-permute":
         axes = tuple(dict.fromkeys(a for g in groups for a in mesh_axes((g,), wire.axes)))

@@ -1,6 +1,7 @@
 """The links between a mesh's devices: who has which, and how long an array takes over them."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ def _crossing(kind: str, within: np.ndarray) -> float:
 
 # "the die-to-die interface is six times faster than a 1D ICI link", cloud.google.com/tpu/docs/tpu7x
 _ON_CHIP_LINKS = 6
+
+
+# "Each hop over an ICI link has some intrinsic overhead regardless of the data volume. This is
+# typically around 1us." jax-ml.github.io/scaling-book/sharding, which also shows a profile: three
+# hops of 32 kB each on v5e in 8 us.
+_HOP_S = 1e-6
 
 
 # compared by identity, so that caching by it stays cheap for thousands of devices
@@ -171,8 +178,24 @@ def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> fl
     Returns:
         Seconds; 0 where the links are unknown.
     """
-    names = tuple(name for name, size in wire.axes if name in axes and size > 1)
+    names = _crossed(wire, axes)
     return seconds_of(wire, kind, whole, _groups_over(wire, names))[1] if names else 0.0
+
+
+def latency_over(wire: Wire, kind: str, axes: Sequence[str]) -> float:
+    """`latency_of` over mesh axes.
+
+    Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        axes: The mesh axes that it crosses; those of size 1 cost nothing.
+    """
+    names = _crossed(wire, axes)
+    return latency_of(wire, kind, _groups_over(wire, names)) if names else 0.0
+
+
+def _crossed(wire: Wire, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name, size in wire.axes if name in axes and size > 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,6 +227,46 @@ def seconds_of(wire: Wire, kind: str, whole: float, groups: Groups) -> tuple[str
         return network, _sent_to_slices(wire, kind, whole, groups[0]) / bandwidth
     seconds = sent_bytes(kind, int(whole), len(groups[0])) / bandwidth
     return network, max(seconds, whole * _shared(wire, kind, groups))
+
+
+@functools.lru_cache(maxsize=1024)
+def latency_of(wire: Wire, kind: str, groups: Groups) -> float:
+    """The least time of a collective of however few bytes: a microsecond for each hop.
+
+    Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        groups: Who takes part together; for a permute, the pairs.
+
+    Returns:
+        Seconds; 0 between slices, or where the links are unknown.
+
+    References:
+        - Austin et al., "How to Scale Your Model", part 3, 2025: a gather along an axis of a
+          torus takes half as many hops as the axis is long, or one less than that without
+          wraparound; axes add up; an all-reduce is a scatter of sums and a gather.
+    """
+    topology = wire.topology
+    if topology is None or not wire.devices:
+        return 0.0
+    # All groups of most collectives look alike; the pairs of a permute do not.
+    farthest = groups if kind == "collective-permute" else groups[:1]
+    hops = max(_hops([wire.devices[i] for i in group], topology) for group in farthest)
+    return hops * _HOP_S * (2 if kind == "all-reduce" else 1)
+
+
+def _hops(members: Sequence[CompileOnlyDevice], topology: Topology) -> int:
+    """How far the two devices of a group are apart that are farthest from each other."""
+    if len({d.slice_index for d in members}) > 1:
+        return 0
+    hops = 0
+    for axis, side in enumerate(topology.shape):
+        places = sorted({d.coords[axis] for d in members})
+        apart = [b - a for a, b in itertools.combinations(places, 2)]
+        if topology.wraps(axis):
+            apart = [min(along, side - along) for along in apart]
+        hops += max(apart, default=0)
+    return hops
 
 
 def _sent_to_slices(wire: Wire, kind: str, whole: float, group: tuple[int, ...]) -> float:

@@ -14,7 +14,7 @@ from keras_tpu_dist.hardware.compiler_options import uses_rings
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.programs.products import Lookup, MatrixProduct
 from keras_tpu_dist.programs.tables import width
-from keras_tpu_dist.tools.hlo import Wire, seconds_over
+from keras_tpu_dist.tools.hlo import Wire, latency_over, seconds_over
 from keras_tpu_dist.tools.searches.activations import BATCH, Origin, peak_bytes
 from keras_tpu_dist.tools.searches.facts import Facts, Spec, Weight
 from keras_tpu_dist.training.guard import states_that_fit
@@ -50,6 +50,18 @@ class Ground:
             axes: The axes.
         """
         return seconds_over(self.wire, kind, whole, axes)
+
+    def seconds_to_wait(self, kind: str, whole: float, axes: Sequence[str]) -> float:
+        """Seconds of a collective that the next layer waits for, however few its bytes are.
+
+        Those of gradients go together, so that their hops hardly count.
+
+        Args:
+            kind: `"all-reduce"` and so on.
+            whole: Bytes of the whole array.
+            axes: The axes.
+        """
+        return max(self.seconds(kind, whole, axes), latency_over(self.wire, kind, axes))
 
 
 @dataclass(frozen=True)
@@ -373,9 +385,9 @@ def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[
     written, read = product.written_bytes * placed.share, product.read_bytes * placed.share
     for dimension, axes in enumerate(placed.split(weight)):
         if dimension in product.contracted:
-            forwards += placed.ground.seconds("all-reduce", written, axes)
+            forwards += placed.ground.seconds_to_wait("all-reduce", written, axes)
         else:
-            backwards += placed.ground.seconds("all-reduce", read, axes)
+            backwards += placed.ground.seconds_to_wait("all-reduce", read, axes)
     return forwards, backwards
 
 
