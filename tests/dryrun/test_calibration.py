@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import keras
 import pytest
@@ -97,6 +98,16 @@ def test_no_number_of_quick_effort_stands_without_its_range():
         (line,) = (line for line in str(diff(run, exact)).splitlines() if line.startswith(name))
         # The first, which is of effort quick, and the ratio.
         assert line.count(" to ") == 2
+
+
+@pytest.mark.parametrize("busy", [0.4, 0.97])
+def test_a_utilisation_that_nobody_measured_says_so(busy):
+    plain = replace(made_run(effort="exact"), peak_flops=197e12)
+    done = busy * plain.devices * plain.peak_flops * plain.estimate.step
+    exact = replace(plain, model_flops=done)
+    (line,) = (line for line in str(exact).splitlines() if "model FLOPs utilisation" in line)
+    assert f"{busy:.1%}" in line
+    assert ("more than is published for TPUs" in line) == (busy > 0.75)
 
 
 def test_rankings_of_quick_effort_have_ranges():

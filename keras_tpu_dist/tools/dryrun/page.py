@@ -30,7 +30,10 @@ _WORDS_OF_TILES = (
     ),
 )
 _WORDS_OF_TIMES = (
-    ("at peak, at full speed", "as fast as the chip's specification says"),
+    (
+        "at peak, at full speed",
+        "as fast as the chip's specification says; collectives at least a microsecond for each hop",
+    ),
     ("not overlapped", "collectives for which the chips wait, as nothing else runs meanwhile"),
     ("compiler's cycles", "what the compiler says that each kernel takes, one after the other"),
 )

@@ -382,7 +382,10 @@ def _assumption(
         "collectives it does not overlap, without the input pipeline; it was not measured"
     )
     if cost.kernel_flops:
-        note += "; hand-written kernels such as attention's count as if they ran at full speed"
+        note += (
+            "; hand-written kernels such as attention's count at 65% of full speed, and from 35% "
+            "to 100% in ranges"
+        )
     if cost.silent_cycles > _LITTLE * cost.cycles:
         note += (
             f"; {cost.silent_cycles / cost.cycles:.0%} of the cycles are estimated here, as the "
