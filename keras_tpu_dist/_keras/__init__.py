@@ -46,6 +46,8 @@ from keras_tpu_dist._keras.names import Name as Name  # isort: skip
 from keras_tpu_dist._keras.names import names as names  # isort: skip
 
 from keras_tpu_dist._keras import lookups as lookups  # routes their calls
+from keras_tpu_dist._keras.accumulation import accumulated_for as accumulated_for
+from keras_tpu_dist._keras.accumulation import accumulating as accumulating
 from keras_tpu_dist._keras.active import active_distribution as active_distribution
 from keras_tpu_dist._keras.active import active_strategy as active_strategy
 from keras_tpu_dist._keras.active import is_strategy as is_strategy

@@ -311,6 +311,14 @@ ATTRIBUTES = (
     ),
     *_each(
         _OPTIMIZER,
+        "_get_variable_index _clip_gradients _apply_weight_decay _backend_update_step "
+        "_update_model_variables_moving_average _model_variables_moving_average "
+        "_accumulated_gradients",
+        "the update by accumulated gradients, without the accumulation",
+        "an optimizer that separates accumulation from its update",
+    ),
+    *_each(
+        _OPTIMIZER,
         "_iterations",
         "train steps, those of accumulation counted singly",
         "a public count",

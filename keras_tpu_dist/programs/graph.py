@@ -1,5 +1,6 @@
 """A traced program as values and operations; the programs that it calls are inlined."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Equation:
         operands: What it reads.
         results: What it makes.
         within: The calls of `jax.checkpoint` that it is in, from the outermost one.
+        scope: The names of the layers around the calls that were inlined.
     """
 
     program: Any
@@ -52,6 +54,7 @@ class Equation:
     operands: list[Atom]
     results: list[Atom] = field(default_factory=list)
     within: tuple["Equation", ...] = ()
+    scope: str = ""
 
     @property
     def name(self) -> str:
@@ -91,7 +94,8 @@ class Equation:
             eqns=[equation],
             effects=equation.effects,
         )
-        return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands))
+        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+            return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands))
 
 
 @dataclass(eq=False, repr=False)
@@ -214,7 +218,9 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
     inputs = [Atom(invar.aval) for invar in opened(jaxpr).invars]
     operations: list[Equation] = []
 
-    def read(jaxpr: Any, inputs: list[Atom], within: tuple[Equation, ...]) -> list[Atom]:
+    def read(
+        jaxpr: Any, inputs: list[Atom], within: tuple[Equation, ...], scope: str
+    ) -> list[Atom]:
         program = opened(jaxpr)
         known = dict(zip(program.invars, inputs, strict=True))
         constants = getattr(jaxpr, "consts", [None] * len(program.constvars))
@@ -227,12 +233,16 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
             return known[atom]
 
         for equation in program.eqns:
-            operation = Equation(program, equation, list(map(of, equation.invars)), within=within)
+            operands = list(map(of, equation.invars))
+            operation = Equation(program, equation, operands, within=within, scope=scope)
             again = is_recomputed(equation)
             if program_of(equation) is not None and (recomputed or not again):
                 (inner,) = inner_jaxprs(equation)
                 calls = (*within, operation) if again else within
-                results = read(inner, operation.operands, calls)
+                own = str(equation.source_info.name_stack)
+                # What is recomputed is a call again, with its names.
+                names = "" if again else "/".join(filter(None, (scope, own)))
+                results = read(inner, operands, calls, names)
             else:
                 results = [Atom(outvar.aval, operation) for outvar in equation.outvars]
                 operation.results = results
@@ -240,7 +250,7 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(of, program.outvars))
 
-    return Graph(inputs, operations, read(jaxpr, inputs, ()))
+    return Graph(inputs, operations, read(jaxpr, inputs, (), ""))
 
 
 def _by_call(

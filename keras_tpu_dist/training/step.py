@@ -11,6 +11,11 @@ from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.programs.tables.step import step_by_rows
+from keras_tpu_dist.training.accumulation import (
+    Accumulation,
+    accumulates,
+    log_if_every_batch,
+)
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
@@ -113,6 +118,18 @@ class _TrainStep(_Step):
             return super().one(state, batch)
         return watched_step(super().one, self._mask)(state, batch)
 
+    def many(self, state, batches):
+        if accumulates(self._trainer) and self._placer.mesh.size > 1:
+            if self._mask is not None:
+                log_if_every_batch(self._trainer, "a callback looks for values that are not finite")
+            else:
+                launch = Accumulation(self._trainer, self._placer, self.one)
+                found = launch.launch(state, batches, self.shardings())
+                if found is not None:
+                    outputs, state = found
+                    return self.of_launch(outputs), state
+        return super().many(state, batches)
+
     def of_launch(self, outputs):
         if self._mask is None:
             return super().of_launch(outputs)
@@ -125,6 +142,10 @@ class _TrainStep(_Step):
 
     def program(self, scanned, compiler_options):
         run, shardings = self.many if scanned else self.one, self.shardings()
+        if self._trainer.steps_per_execution == 1 and self._placer.mesh.size > 1:
+            batches = accumulates(self._trainer)
+            fix = f"compile it with steps_per_execution={batches}, or a multiple"
+            log_if_every_batch(self._trainer, f"a launch has one batch; {fix}")
 
         def train(state, batch: PlacedBatch):
             return run(state, batch)

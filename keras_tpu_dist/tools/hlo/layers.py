@@ -4,6 +4,8 @@ import functools
 import re
 from collections.abc import Collection, Iterable
 
+from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH
+
 # Words that JAX and XLA put around the names from Keras in a name stack.
 _WRAPPED = re.compile(r"(?:jvp|vmap|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 # The backward pass of what is computed again: its scopes stand twice, transposed and as they were.
@@ -20,8 +22,9 @@ _STRUCTURE = {
     "remat",
     "shard_map",
     "on_one_device",
+    RARE_BRANCH,
 }
-_BRANCH = re.compile(r"branch_\d+_fun")
+_BRANCH = re.compile(rf"branch_\d+_fun|{LAST_OF.format('[0-9]+')}")
 OTHER = "(other)"
 # A stack of 100 scopes has 2,000 characters.
 _LONGEST = 2**13

@@ -3,10 +3,11 @@
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from keras_tpu_dist.common.scopes import RARE_LOOP
+from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH, RARE_LOOP
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, size_of
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -23,6 +24,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "maximum": max,
     "minimum": min,
 }
+_LAST_OF = re.compile(LAST_OF.format(r"(\d+)"))
 _COPIES = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-start"}
 
 
@@ -74,7 +76,7 @@ def executions(program: Program) -> Executions:
                 if count is None:
                     unknown.append(instruction.name)
                     around = loop or instruction
-                visit(callee, times * (1 if count is None else count), around)
+                visit(callee, max(int(times * (1 if count is None else count)), 1), around)
 
     visit(program.entry, 1, None)
     if unknown:
@@ -87,7 +89,7 @@ def executions(program: Program) -> Executions:
 
 def _callees(
     program: Program, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, int | None]]:
+) -> Iterator[tuple[Computation, float | None]]:
     opcode = instruction.opcode
     if opcode in _INLINED or opcode.startswith(_COLLECTIVES) or opcode.endswith("-done"):
         return
@@ -97,8 +99,10 @@ def _callees(
         if body in program.computations and RARE_LOOP not in instruction.attributes:
             yield program.computations[body], trip_count(program, computation, instruction)
     elif opcode == "conditional":
-        if called:
-            yield max(called, key=lambda c: size_of(program, c)), 1
+        if called and RARE_BRANCH not in instruction.attributes:
+            batches = _LAST_OF.search(instruction.attributes)
+            share = 1 / int(batches[1]) if batches else 1
+            yield max(called, key=lambda c: size_of(program, c)), share
     elif opcode in ("call", "async-start"):
         for callee in called:
             yield callee, 1

@@ -1,0 +1,353 @@
+"""Launches of small batches whose gradients are added up over the devices once for each update.
+
+With `gradient_accumulation_steps=N`, Keras adds the gradients of N small batches up, each of which
+the compiler has summed over the devices. In a launch of several of them, the devices add up the
+gradients of their own rows here, and the sum over the devices is made where the update needs it.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import entry_names, split_ways
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.layout.planner import device_memory
+from keras_tpu_dist.programs.graph import Equation, Graph, Instead, graph_of
+from keras_tpu_dist.programs.jaxprs import constants_of, with_inputs
+from keras_tpu_dist.programs.partitioner.jit import axes_of
+from keras_tpu_dist.programs.partitioner.spread import Spread
+from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.training.local_sums import LocalSum, LocalSums, Total, added_up
+
+# The share of a device's memory that its own sums may take, which axes of the batch do not split.
+_MOST_OF_MEMORY = 0.25
+# Gradients of less than this share are not worth a message, as those of a normalization that the
+# step needs at once.
+_WORTH_A_MESSAGE = 0.01
+
+
+@dataclass(eq=False)
+class _Update:
+    """An optimizer's update, which a step has as one operation.
+
+    Its operands: whether this is the last small batch, gradients, the sums so far, values that the
+    update changes, and arrays that it reads besides. Its results: new values, new sums.
+
+    Attributes:
+        program: A function from mean gradients, values and the other arrays to the new values.
+        steps: The number of small batches.
+        gradients: The number of gradients.
+        values: The number of values.
+    """
+
+    program: Callable
+    steps: int
+    gradients: int
+    values: int
+
+    def apart(self, operands: list) -> tuple[Any, list, list, list, list]:
+        """Its operands by kind."""
+        is_last, *rest = operands
+        n, values = self.gradients, 2 * self.gradients + self.values
+        return is_last, rest[:n], rest[n : 2 * n], rest[2 * n : values], rest[values:]
+
+
+_update = core.Primitive("accumulated_update")
+_update.multiple_results = True
+
+
+@_update.def_abstract_eval
+def _shapes(*operands: Any, update: _Update) -> list:
+    _, _, sums, values, _ = update.apart(list(operands))
+    return [*values, *sums]
+
+
+def _as_operation(
+    optimizer: Any, is_last: Any, gradients: list, sums: list, values: list, update: Callable
+) -> tuple[list, list]:
+    """The optimizer's update as one operation; see `_keras.accumulating`."""
+    traced = jax.make_jaxpr(update)(gradients, values)
+    held = constants_of(traced)
+    program = core.jaxpr_as_fun(with_inputs(traced, list(held)))
+    steps = optimizer.gradient_accumulation_steps
+    params = _Update(program, steps, len(gradients), len(values))
+    results = _update.bind(is_last, *gradients, *sums, *values, *held.values(), update=params)
+    return results[: len(values)], results[len(values) :]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The gradient of one weight, which is added up on each device.
+
+    Attributes:
+        number: Its number among the gradients.
+        local: How it is computed as parts.
+        place: The position in the state of the variable in which Keras adds gradients up.
+        dtype: The dtype of that variable.
+        total: The gradient, with the layout of that variable.
+    """
+
+    number: int
+    local: LocalSum
+    place: int
+    dtype: Any
+    total: Total
+
+    def bytes_per_device(self, axes: Sequence[str]) -> int:
+        """The bytes of a device's own sum.
+
+        Args:
+            axes: The mesh axes that split the batch.
+        """
+        size = math.prod(self.total.shape) * jnp.dtype(self.dtype).itemsize
+        return size // split_ways(self.total.mesh, self.whole_over(axes))
+
+    def whole_over(self, axes: Sequence[str]) -> tuple:
+        """The layout of a device's own sum, which axes of the batch do not split.
+
+        Args:
+            axes: These axes.
+        """
+        entries = map(entry_names, self.total.layout.spec)
+        return tuple(tuple(n for n in entry if n not in axes) or None for entry in entries)
+
+
+def accumulates(trainer: Any) -> int:
+    """The small batches of an update of a model's optimizer; 0 if it does not accumulate."""
+    return getattr(trainer.optimizer, "gradient_accumulation_steps", None) or 0
+
+
+def log_if_every_batch(trainer: Any, why: str) -> None:
+    """Logs once that the gradients of every small batch are summed over the devices.
+
+    Args:
+        trainer: The model.
+        why: The reason, and what to do about it.
+    """
+    if batches := accumulates(trainer):
+        log_once(
+            f"model {trainer.name!r}: gradients are summed over the devices at every small batch, "
+            f"not once in {batches}: {why}",
+            logging.WARNING,
+        )
+
+
+class Accumulation:
+    """A launch of small batches.
+
+    Args:
+        trainer: The model, whose optimizer accumulates gradients.
+        placer: Trims batches.
+        step: The step on a placed batch.
+    """
+
+    def __init__(self, trainer: Any, placer: BatchPlacer, step: Callable):
+        self._trainer, self._placer, self._step = trainer, placer, step
+        self._mesh = placer.mesh
+        self._axes = tuple(a for a in placer.data_axes if placer.mesh.shape[a] > 1)
+
+    def launch(self, state: Any, batches: PlacedBatch, shardings: tuple) -> Any:
+        """The outputs of the steps of a launch, and the state after it.
+
+        Args:
+            state: The state before.
+            batches: The stacked batches.
+            shardings: The layouts of the state.
+
+        Returns:
+            Both, or `None` if no gradient can be added up on each device.
+        """
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches.data)
+        first = PlacedBatch(one, batches.slots)
+        with _keras.accumulating(_as_operation):
+            traced, shapes = jax.make_jaxpr(self._step, return_shape=True)(state, first)
+        step = self._step_of(traced, state, first, shardings)
+        if step is None:
+            return None
+
+        def body(carry: Any, data: Any) -> Any:
+            state, parts, is_first = carry
+            given = jax.tree.leaves((state, PlacedBatch(data, batches.slots)))
+            results, parts, is_last = step(given, parts, is_first)
+            outputs, new_state = jax.tree.unflatten(jax.tree.structure(shapes), results)
+            # A scan's carry must keep its dtypes; metrics may change them.
+            new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
+            return (new_state, parts, is_last), outputs
+
+        # The first batch replaces the parts of the last update, which so need not be set to zero.
+        start = state, step.no_parts(), jnp.ones((), bool)
+        (state, parts, is_done), outputs = lax.scan(body, start, batches.data)
+        leaves, structure = jax.tree.flatten(state)
+        return outputs, jax.tree.unflatten(structure, step.ended(leaves, parts, is_done))
+
+    def _step_of(
+        self, traced: Any, state: Any, first: PlacedBatch, shardings: tuple
+    ) -> "_StepOfLaunch | None":
+        graph = graph_of(traced)
+        found = [each for each in graph.operations if each.equation.primitive is _update]
+        if len(found) != 1:
+            why = "the optimizer's update is in a branch, or there are several"
+            log_if_every_batch(self._trainer, why)
+            return None
+        axes = axes_of((shardings, self._placer.shardings(first)), (state, first))
+        spread = Spread(traced, axes, (), self._mesh)
+        local = LocalSums(graph, spread, self._axes, _rows_of(first))
+        sums = self._sums(local, graph, found[0], jax.tree.leaves(shardings))
+        size = sum(each.bytes_per_device(self._axes) for each in sums)
+        limit = _MOST_OF_MEMORY * device_memory(self._mesh)
+        if size > limit:
+            log_if_every_batch(
+                self._trainer,
+                f"each device would hold {size_text(size)} of gradients, more than a quarter of "
+                "its memory",
+            )
+            return None
+        return _StepOfLaunch(graph, found[0], sums, self._axes, self._mesh) if sums else None
+
+    def _sums(self, local: LocalSums, graph: Graph, update: Equation, layouts: list) -> list[_Sum]:
+        """The gradients that can be added up on each device; logs the others."""
+        variables = _keras.state_variables(self._trainer)
+        weights = _keras.accumulated_for(self._trainer.optimizer)
+        places = {id(atom): place for place, atom in enumerate(graph.inputs)}
+        _, gradients, before, *_ = update.equation.params["update"].apart(update.operands)
+        found, others = [], []
+        for number, (gradient, total) in enumerate(zip(gradients, before, strict=True)):
+            if (own := local.of(gradient)) is None:
+                others.append(number)
+                continue
+            place = places[id(total)]
+            scope = weights[id(variables[place])].rpartition("/")[0]
+            of = Total(scope, total.shape, layouts[place])
+            found.append(_Sum(number, own, place, total.aval.dtype, of))
+        sizes = [math.prod(total.shape) for total in before]
+        if sum(sizes[n] for n in others) > _WORTH_A_MESSAGE * sum(sizes):
+            paths = [weights[id(variables[places[id(before[n])]])] for n in others]
+            names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
+            why = f"those of {names}, which the step uses otherwise, or sums up in a loop"
+            log_if_every_batch(self._trainer, why)
+        return found
+
+
+def _rows_of(batch: PlacedBatch) -> list[int]:
+    pairs = zip(jax.tree.leaves(batch.data), batch.slots, strict=True)
+    return [s.rows or leaf.shape[s.axis] for leaf, s in pairs if s.axis is not None]
+
+
+class _StepOfLaunch:
+    """A step that adds up the gradients of each device's own rows.
+
+    Args:
+        graph: The step.
+        update: The update in it.
+        sums: The gradients that are added up so.
+        axes: The mesh axes that split the batch.
+        mesh: The mesh.
+    """
+
+    def __init__(
+        self, graph: Graph, update: Equation, sums: list[_Sum], axes: tuple, mesh: jax.sharding.Mesh
+    ):
+        self._graph, self._operation, self._sums = graph, update, sums
+        self._axes, self._mesh = axes, mesh
+        self._update: _Update = update.equation.params["update"]
+        self._ways = math.prod(mesh.shape[axis] for axis in axes)
+
+    def no_parts(self) -> list:
+        """The sums before the first batch."""
+        return [
+            self._placed(each, jnp.zeros((self._ways, *each.total.shape), each.dtype))
+            for each in self._sums
+        ]
+
+    def _placed(self, of: _Sum, parts: Any) -> Any:
+        layout = NamedSharding(self._mesh, PartitionSpec(self._axes, *of.whole_over(self._axes)))
+        return lax.with_sharding_constraint(parts, layout)
+
+    def ended(self, leaves: list, parts: list, is_done: Any) -> list:
+        """The state at the end of a launch: Keras's sums get what belongs to no update yet.
+
+        Args:
+            leaves: The arrays of the state after the last batch.
+            parts: The parts.
+            is_done: Whether the last batch was that of an update.
+        """
+        before = [leaves[each.place] for each in self._sums]
+        with jax.named_scope(RARE_BRANCH):
+            after = lax.cond(is_done, lambda: before, lambda: self._added_up(parts, before))
+        new = dict(zip([each.place for each in self._sums], after, strict=True))
+        return [new.get(place, leaf) for place, leaf in enumerate(leaves)]
+
+    def _added_up(self, parts: list, before: list) -> list:
+        """The sums over the devices, added to those that were there before."""
+        totals = [each.total for each in self._sums]
+        sums = added_up(parts, totals, self._axes, self._mesh)
+        return [total + one for total, one in zip(sums, before, strict=True)]
+
+    def __call__(self, given: list, parts: list, is_first: Any) -> tuple[list, list, Any]:
+        """The step's results, the parts with those of this batch, and whether it was the last.
+
+        Args:
+            given: The step's inputs.
+            parts: The parts of the batches before.
+            is_first: Whether these are parts of an update that is done.
+        """
+        rest = [summand for each in self._sums for summand in each.local.rest]
+        more = [operand for summand in rest for operand in summand.operands]
+        instead: dict[Equation, Instead] = {}
+        for each in self._sums:
+            instead |= each.local.instead
+        left: list[Any] = []
+
+        def compute(arrays: list) -> list:
+            count = len(self._operation.operands)
+            results, *after = self._updated(arrays[:count], arrays[count:], parts, is_first)
+            left.extend(after)
+            return results
+
+        instead[self._operation] = Instead([*self._operation.operands, *more], compute)
+        results = self._graph.evaluate(given, instead)
+        return results, *left
+
+    def _updated(
+        self, own: list, others: list, parts: list, is_first: Any
+    ) -> tuple[list, list, Any]:
+        is_last, gradients, sums, values, held = self._update.apart(own)
+        steps = self._update.steps
+        left = dict(enumerate(gradients))
+        parts = [
+            self._placed(
+                each, jnp.where(is_first, 0, part) + left.pop(each.number).astype(each.dtype)
+            )
+            for each, part in zip(self._sums, parts, strict=True)
+        ]
+        for each in self._sums:
+            for summand in each.local.rest:
+                count = len(summand.operands)
+                value = summand.compute(others[:count])
+                others = others[count:]
+                left[each.number] = left[each.number] + value if each.number in left else value
+        sums = [total + left[n] if n in left else total for n, total in enumerate(sums)]
+
+        def last() -> tuple:
+            whole = list(sums)
+            totals = self._added_up(parts, [sums[each.number] for each in self._sums])
+            for each, total in zip(self._sums, totals, strict=True):
+                whole[each.number] = total
+            means = [total / steps for total in whole]
+            news = self._update.program(*means, *values, *held)
+            return news, jax.tree.map(jnp.zeros_like, sums)
+
+        with jax.named_scope(LAST_OF.format(steps)):
+            news, sums = lax.cond(is_last, last, lambda: (values, sums))
+        return [*news, *sums], parts, is_last
