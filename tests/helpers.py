@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import pathlib
+import signal
 import sys
 
 import keras
@@ -35,6 +36,32 @@ def compiled(model, *args, **options):
     """A model after its `compile`."""
     model.compile(*args, **options)
     return model
+
+
+class Stop(Exception):
+    """Ends a fit."""
+
+
+class At(keras.callbacks.Callback):
+    """Raises, or calls a function, where a method of it is called for the n-th time."""
+
+    def __init__(self, n, act=None, method="on_train_batch_end"):
+        super().__init__()
+        self.left, self.act = n, act
+        setattr(self, method, self.called)
+
+    def called(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0 and callable(self.act):
+            self.act()
+        elif self.left == 0:
+            raise self.act or Stop()
+
+
+def terminate(times=1):
+    """Sends SIGTERM to this process."""
+    for _ in range(times):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def in_launches(n, make=mlp, optimizer=lambda: "adam", **options):

@@ -195,7 +195,8 @@ class Checkpoint(InFit):
                 fix="Give this run its own directory, leave resume=False out to resume, or write "
                 "overwrite=True: old checkpoints are deleted once this run has saved.",
             )
-        own.run = new_run(FIX)
+        # All of a fit save the same run: the first that starts names it.
+        own.run = self._all[0].run or new_run(FIX)
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
         leader = next((checkpoint for checkpoint in self._all if checkpoint.has_loaded), None)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from helpers import compiled
+from helpers import At, Stop, compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import rates as of_rates
@@ -131,20 +131,12 @@ def plain():
 
 
 def test_a_run_that_was_cut_counts_the_whole_epoch(tmp_path):
-    class Cut(Exception):
-        pass
-
-    class At(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 3:
-                raise Cut
-
     saved = {"every_steps": 1, "asynchronous": False}
-    with pytest.raises(Cut):
+    with pytest.raises(Stop):
         made().fit(
             **fed("arrays"),
             verbose=0,
-            callbacks=[ktd.callbacks.Checkpoint(tmp_path, **saved), ktd.callbacks.Rates(), At()],
+            callbacks=[ktd.callbacks.Checkpoint(tmp_path, **saved), ktd.callbacks.Rates(), At(4)],
         )
     rates = ktd.callbacks.Rates()
     again = [ktd.callbacks.Checkpoint(tmp_path, **saved), rates]

@@ -1,7 +1,6 @@
 """Training that stops anywhere ends as if it had not, on any mesh."""
 
 import importlib
-import os
 import pathlib
 import shutil
 import signal
@@ -10,7 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, loaded
+from helpers import At, Stop, assert_close, loaded, terminate
 from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
@@ -44,27 +43,6 @@ def made(strategy, steps=1):
     return model
 
 
-class Stop(Exception):
-    pass
-
-
-class StopAfter(keras.callbacks.Callback):
-    """Fails after a number of train batches, or at the end of an epoch."""
-
-    def __init__(self, batches=None, epoch=None):
-        super().__init__()
-        self.batches, self.epoch, self.seen = batches, epoch, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen += 1
-        if self.seen == self.batches:
-            raise Stop
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == self.epoch:
-            raise Stop
-
-
 def callbacks():
     return [
         keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True),
@@ -88,14 +66,14 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("feed", "every", "stop", "steps"),
     [
-        ("arrays", {"every_steps": 2}, StopAfter(9), 1),
-        pytest.param("arrays", {"every_steps": 3}, StopAfter(3), 4, marks=slow),
-        pytest.param("arrays", {"every_epochs": 1}, StopAfter(8), 1, marks=slow),
-        pytest.param("arrays", {"every_steps": 6}, StopAfter(epoch=0), 1, marks=slow),
-        pytest.param("arrays in parts", {"every_steps": 5}, StopAfter(6), 1, marks=slow),
-        pytest.param("pydataset", {"every_steps": 4}, StopAfter(11), 1, marks=slow),
-        pytest.param("generator", {"every_steps": 3}, StopAfter(7), 1, marks=slow),
-        pytest.param("generator", {"every_epochs": 2}, StopAfter(3), 4, marks=slow),
+        ("arrays", {"every_steps": 2}, At(9), 1),
+        pytest.param("arrays", {"every_steps": 3}, At(3), 4, marks=slow),
+        pytest.param("arrays", {"every_epochs": 1}, At(8), 1, marks=slow),
+        pytest.param("arrays", {"every_steps": 6}, At(1, method="on_epoch_end"), 1, marks=slow),
+        pytest.param("arrays in parts", {"every_steps": 5}, At(6), 1, marks=slow),
+        pytest.param("pydataset", {"every_steps": 4}, At(11), 1, marks=slow),
+        pytest.param("generator", {"every_steps": 3}, At(7), 1, marks=slow),
+        pytest.param("generator", {"every_epochs": 2}, At(3), 4, marks=slow),
     ],
 )
 def test_a_run_that_stopped_ends_as_one_that_did_not(feed, every, stop, steps, tmp_path):
@@ -245,18 +223,18 @@ def test_saving_that_fails_does_not_end_training(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.slow
 def test_sigterm_saves_and_ends(tmp_path):
-    class Terminate(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     ended = []
     before = signal.signal(
         signal.SIGTERM, lambda *_: ended.append(1) or (_ for _ in ()).throw(Stop)
     )
     try:
         with pytest.raises(Stop):
-            fit(made(ktd.TPUStrategy()), "arrays", Terminate(), ktd.callbacks.Checkpoint(tmp_path))
+            fit(
+                made(ktd.TPUStrategy()),
+                "arrays",
+                At(4, terminate),
+                ktd.callbacks.Checkpoint(tmp_path),
+            )
         assert ended == [1]
         assert ktd.callbacks.Checkpoint(tmp_path).steps == [5]
     finally:
@@ -285,7 +263,7 @@ def averaged(directory, first, *more):
 def test_averages_in_the_place_of_weights_are_swapped_back(first, tmp_path):
     whole = averaged(tmp_path / "whole", first)
     with pytest.raises(Stop):
-        averaged(tmp_path / "stopped", first, StopAfter(14))
+        averaged(tmp_path / "stopped", first, At(14))
     assert_close(averaged(tmp_path / "stopped", first), whole)
 
 
@@ -305,7 +283,7 @@ def test_a_run_that_ended_with_averages_goes_on_in_more_epochs(first, tmp_path, 
 @slow
 def test_averages_that_nothing_swaps_back_are_said(tmp_path, caplog):
     with pytest.raises(Stop):
-        averaged(tmp_path, True, StopAfter(14))
+        averaged(tmp_path, True, At(14))
     with ktd.TPUStrategy().scope():
         model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
         model.compile(keras.optimizers.Adam(0.1, use_ema=True), "mse")
@@ -316,20 +294,6 @@ def test_averages_that_nothing_swaps_back_are_said(tmp_path, caplog):
         callbacks=[ktd.callbacks.Checkpoint(tmp_path)],
     )
     assert "this fit has no SwapEMAWeights to swap them back" in caplog.text
-
-
-class Terminate(keras.callbacks.Callback):
-    """Sends SIGTERM where a method of a callback is called for the n-th time."""
-
-    def __init__(self, method, n=1):
-        super().__init__()
-        self.calls, self.n = 0, n
-        setattr(self, method, self.called)
-
-    def called(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == self.n:
-            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -359,7 +323,7 @@ def test_sigterm_after_the_last_launch_is_passed_on(method, n, tmp_path, termina
         made(ktd.TPUStrategy()),
         "arrays",
         ktd.callbacks.Checkpoint(tmp_path),
-        Terminate(method, n),
+        At(n, terminate, method),
     )
     assert terminated == [signal.SIGTERM]
     assert ktd.callbacks.Checkpoint(tmp_path).steps == [6, 12, 18]
@@ -389,8 +353,8 @@ def test_training_goes_on_and_saves_where_the_handler_returns(ignored, tmp_path,
         made(ktd.TPUStrategy()),
         "arrays",
         saved,
-        Terminate("on_train_batch_end", 2),
-        Terminate("on_train_batch_end", 9),
+        At(2, terminate),
+        At(9, terminate),
     )
     if ignored:
         assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
@@ -409,7 +373,7 @@ def test_two_in_one_fit_both_save(swapped, tmp_path, terminated):
         made(ktd.TPUStrategy()),
         "arrays",
         *(both[::-1] if swapped else both),
-        Terminate("on_train_batch_end", 2),
+        At(2, terminate),
     )
     assert terminated == [signal.SIGTERM]
     assert often.steps == [3, 7, 11, 15, 18]
@@ -430,7 +394,7 @@ def test_of_two_in_one_fit_the_one_that_is_ahead_goes_on(swapped, without, tmp_p
     whole = made(ktd.TPUStrategy())
     history = fit(whole, "arrays")
     with pytest.raises(Stop):
-        fit(made(ktd.TPUStrategy()), "arrays", *two(), StopAfter(10))
+        fit(made(ktd.TPUStrategy()), "arrays", *two(), At(10))
     if without:
         shutil.rmtree(tmp_path / without)
     again, both = made(ktd.TPUStrategy()), two()
@@ -443,17 +407,12 @@ def test_of_two_in_one_fit_the_one_that_is_ahead_goes_on(swapped, without, tmp_p
     assert steps == {"ften": [4, 8, 12, 16, 18], "ends": [6, 12, 18][1 if without else 0 :]}
 
 
-class Refuses(keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-        raise Stop
-
-
 def test_a_fit_that_fails_before_its_first_epoch_leaves_the_next_alone(tmp_path):
     model = made(ktd.TPUStrategy())
     saved = ktd.callbacks.Checkpoint(tmp_path)
     fit(model, "arrays", saved)
     with pytest.raises(Stop):
-        fit(model, "arrays", saved, Refuses())
+        fit(model, "arrays", saved, At(1, method="on_train_begin"))
     assert fit(model, "arrays").epoch == [0, 1, 2]
 
 
@@ -481,7 +440,7 @@ def test_a_list_of_callbacks_that_does_not_know_the_epochs(tmp_path, caplog):
         return model.fit(X, Y, batch_size=BATCH, verbose=0, epochs=3, callbacks=callbacks)
 
     with pytest.raises(Stop):
-        fitted(StopAfter(epoch=1))
+        fitted(At(2, method="on_epoch_end"))
     assert fitted().epoch == [0, 1, 2]
     fitted()
     assert "nothing is left to do: the run" in caplog.text
@@ -502,7 +461,7 @@ def test_epochs_that_are_not_validated_have_nothing_to_be_judged_by(tmp_path):
 
 def test_a_second_sigterm_does_not_undo_the_first(tmp_path, terminated):
     saved = ktd.callbacks.Checkpoint(tmp_path, every_epochs=9, keep=None)
-    twice = [Terminate("on_train_batch_begin", 2) for _ in range(2)]
+    twice = [At(2, terminate, "on_train_batch_begin") for _ in range(2)]
     fit(made(ktd.TPUStrategy()), "arrays", saved, *twice)
     assert terminated == 2 * [signal.SIGTERM]
     assert saved.steps == [2, 18]
@@ -519,7 +478,7 @@ def test_stock_keras_saves_epochs(tmp_path):
     whole = stock()
     fit(whole, "arrays")
     with pytest.raises(Stop):
-        fit(stock(), "arrays", ktd.callbacks.Checkpoint(tmp_path), StopAfter(15))
+        fit(stock(), "arrays", ktd.callbacks.Checkpoint(tmp_path), At(15))
     again = stock()
     fit(again, "arrays", ktd.callbacks.Checkpoint(tmp_path))
     assert_close(again.get_weights(), whole.get_weights())
@@ -531,7 +490,7 @@ def test_stock_keras_does_not_go_on_within_an_epoch(tmp_path):
     """It would train on the batches that were done once more."""
     saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
     with pytest.raises(Stop):
-        fit(made(ktd.TPUStrategy()), "arrays", saved, StopAfter(3))
+        fit(made(ktd.TPUStrategy()), "arrays", saved, At(3))
     stock = job.network(0.3)
     stock.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     with pytest.raises(ValueError, match=r"within an epoch needs the loop of a TPU.*batches=2"):

@@ -5,8 +5,8 @@ import logging
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
-from test_checkpoint import BATCH, EPOCHS, ROWS, Stop, StopAfter, X, Y, made
+from helpers import At, Stop, assert_close
+from test_checkpoint import BATCH, EPOCHS, ROWS, X, Y, made
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input.iterator import DeviceIterator
@@ -78,7 +78,7 @@ def test_goes_on_without_reading_again(feed, stop, steps, tmp_path, reads):
     all_reads = len(reads)
     first = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
     with pytest.raises(Stop):
-        fit(made(ktd.TPUStrategy(), steps), feed, first, StopAfter(stop))
+        fit(made(ktd.TPUStrategy(), steps), feed, first, At(stop))
     done = ktd.callbacks.Checkpoint(tmp_path).steps[-1]
     reads.clear()
     again = made(ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel"), steps)
@@ -94,7 +94,7 @@ def test_goes_on_without_reading_again(feed, stop, steps, tmp_path, reads):
 def test_another_input_is_read_from_its_start(tmp_path, caplog, reads):
     saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
     with pytest.raises(Stop):
-        fit(made(ktd.TPUStrategy()), "dataset", saved, StopAfter(8))
+        fit(made(ktd.TPUStrategy()), "dataset", saved, At(8))
     whole = made(ktd.TPUStrategy())
     fit(whole, "loader")
     reads.clear()

@@ -5,16 +5,13 @@ import logging
 import keras
 import numpy as np
 import pytest
+from helpers import Stop
 from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 MESH = {"data": 4, "model": 2}
-
-
-class Stop(Exception):
-    """Interrupts a fit."""
 
 
 class Stops(keras.callbacks.Callback):

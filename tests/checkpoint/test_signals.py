@@ -7,7 +7,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, loaded
+from helpers import At, Stop, assert_close, loaded, terminate
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
@@ -19,10 +19,6 @@ X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
 Y = X[:, :4]
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
 slow = pytest.mark.slow
-
-
-class Stop(Exception):
-    """Raised by the handler that the program has for SIGTERM."""
 
 
 @pytest.fixture
@@ -75,20 +71,6 @@ class Counts(keras.callbacks.Callback):
         self.batches, self.epochs = state["batches"], state["epochs"]
 
 
-class At(keras.callbacks.Callback):
-    """Does something where a method of a callback is called for the n-th time."""
-
-    def __init__(self, method, n, act):
-        super().__init__()
-        self.calls, self.n, self.act = 0, n, act
-        setattr(self, method, self.called)
-
-    def called(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == self.n:
-            self.act()
-
-
 class Within(keras.callbacks.Callback):
     """Runs evaluate or predict itself, at the end of epochs or of batches."""
 
@@ -129,11 +111,6 @@ def fit(model, *more, **options):
     return history, keeps[-1]
 
 
-def terminate(times=1):
-    for _ in range(times):
-        signal.raise_signal(signal.SIGTERM)
-
-
 # What a callback runs, and when; where the signal comes, with the number of the call; the epoch
 # and its batches that are saved then, with launches of one step and of four.
 PHASES = {
@@ -165,7 +142,7 @@ PHASES = {
 def phase(name, monkeypatch, times=1):
     """The callbacks that send SIGTERM there."""
     nested, method, n, *_ = PHASES[name]
-    act = At(method, n, lambda: terminate(times))
+    act = At(n, lambda: terminate(times), method)
     if method == "compile":
 
         def traced(phase):
@@ -252,7 +229,7 @@ def test_a_signal_in_validation_after_the_last_step(steps, tmp_path, handled):
         return model, *fit(model, ktd.callbacks.StopAtStep(8), *more)
 
     expected = run()
-    act = At("on_test_batch_begin", 5 if steps == 1 else 2, terminate)
+    act = At(5 if steps == 1 else 2, terminate, "on_test_batch_begin")
     with pytest.raises(Stop):
         run(act, ktd.callbacks.Checkpoint(tmp_path))
     assert position(tmp_path) == (1, 2)
@@ -273,7 +250,7 @@ def test_averages_that_validation_swaps_in(tmp_path, handled):
 
     expected = run()
     with pytest.raises(Stop):
-        run(At("on_test_batch_begin", 5, terminate), ktd.callbacks.Checkpoint(tmp_path))
+        run(At(5, terminate, "on_test_batch_begin"), ktd.callbacks.Checkpoint(tmp_path))
     assert position(tmp_path) == (1, 6)
     assert_same(run(ktd.callbacks.Checkpoint(tmp_path)), expected)
 
@@ -286,6 +263,6 @@ def test_a_signal_after_the_grace_ends_at_once(tmp_path, handled):
 
     saved = ktd.callbacks.Checkpoint(tmp_path, grace_s=0.05)
     with pytest.raises(Stop):
-        fit(made(ktd.TPUStrategy()), saved, At("on_train_batch_begin", 3, twice))
+        fit(made(ktd.TPUStrategy()), saved, At(3, twice, "on_train_batch_begin"))
     assert handled == [signal.SIGTERM]
     assert saved.steps == []

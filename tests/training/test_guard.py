@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, compiled, data, in_launches, mlp
+from helpers import At, Stop, assert_close, built, compiled, data, in_launches, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training import guard
@@ -43,20 +43,6 @@ def _batches(failing_step, error):
         yield X[8 * step : 8 * step + 8], Y[8 * step : 8 * step + 8]
 
 
-class RaiseAfter(keras.callbacks.Callback):
-    """Raises at the end of a batch of fit, evaluate or predict."""
-
-    def __init__(self, step, error):
-        super().__init__()
-        self.step, self.error = step, error
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.step:
-            raise self.error
-
-    on_test_batch_end = on_predict_batch_end = on_train_batch_end
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3])
@@ -64,7 +50,7 @@ class RaiseAfter(keras.callbacks.Callback):
 def test_callback_that_raises_in_fit(donate, step, error):
     model = built(mlp, _strategy(donate_state=donate))
     with pytest.raises(type(error)):
-        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[RaiseAfter(step, error)])
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[At(step + 1, error)])
     assert_close(model.get_weights(), _weights_after(step + 1))
     _still_trains(model)
 
@@ -116,11 +102,12 @@ def test_evaluate_and_predict_that_raise(name, step, error):
     model.fit(X, Y, batch_size=8, verbose=0)
     before = model.get_weights()
     call = getattr(model, name)
+    ends = "on_test_batch_end" if name == "evaluate" else "on_predict_batch_end"
     arguments = {"x": X, "batch_size": 8, "verbose": 0}
     if name == "evaluate":
         arguments["y"] = Y
     with pytest.raises(type(error)):
-        call(**arguments, callbacks=[RaiseAfter(step, error)])
+        call(**arguments, callbacks=[At(step + 1, error, ends)])
     assert_close(model.get_weights(), before, 0)
     with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
         call(**{**arguments, "x": X[:, :5]})
@@ -145,11 +132,7 @@ def test_on_batch_calls_that_raise():
 def test_validation_that_raises_keeps_the_epoch():
     model = built(mlp, _strategy())
 
-    class Raise(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch, logs=None):
-            raise ValueError("in validation")
-
-    with pytest.raises(ValueError, match="in validation"):
+    with pytest.raises(Stop):
         model.fit(
             X,
             Y,
@@ -157,7 +140,7 @@ def test_validation_that_raises_keeps_the_epoch():
             shuffle=False,
             verbose=0,
             validation_data=(X, Y),
-            callbacks=[Raise()],
+            callbacks=[At(1, method="on_test_batch_end")],
         )
     assert_close(model.get_weights(), _weights_after(5))
     _still_trains(model)
