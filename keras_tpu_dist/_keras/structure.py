@@ -321,7 +321,7 @@ def slots_of_optimizer(optimizer: Any) -> list[tuple[str, Any, Any]]:
             continue
         if len(slots) == len(weights):
             found.extend((name.strip("_"), slot, weight) for slot, weight in zip(slots, weights))
-    return [each for each in found if isinstance(each[1], keras.Variable)]
+    return [entry for entry in found if isinstance(entry[1], keras.Variable)]
 
 
 def weights_of(optimizer: Any) -> list:

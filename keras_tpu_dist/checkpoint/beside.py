@@ -92,7 +92,7 @@ def _numbered(models: Sequence[Any]) -> list[tuple[int, Any, str, int]]:
         for layer in layers_with_more(model):
             layers.setdefault(id(layer), (number, layer))
     names = numbered(layer.path or layer.name for _, layer in layers.values())
-    return [(*each, path, nth) for each, (path, nth) in zip(layers.values(), names, strict=True)]
+    return [(*owned, path, nth) for owned, (path, nth) in zip(layers.values(), names, strict=True)]
 
 
 def load_beside(
@@ -121,23 +121,23 @@ def load_beside(
     """
     ids = {id(variable) for variable in loaded}
     here = [
-        each
-        for each in _numbered(models)
-        if not each[1].variables or any(id(variable) in ids for variable in each[1].variables)
+        layer
+        for layer in _numbered(models)
+        if not layer[1].variables or any(id(variable) in ids for variable in layer[1].variables)
     ]
     counts = [count for _, count in manifest.objects(BESIDE)]
     if max(among, default=len(counts)) >= len(counts):
         among, counts = [0] * len(models), [len(manifest.arrays.get(BESIDE, ()))]
     owners = [number for number, count in enumerate(counts) for _ in range(count)]
     by_layer: dict[tuple[int, str, int], dict[str, Saved]] = defaultdict(dict)
-    for owner, each in zip(owners, _small_enough(manifest, models)):
-        path, name = _split(each.entry.path)
-        by_layer[owner, path, each.entry.nth][name] = each
+    for owner, saved in zip(owners, _small_enough(manifest, models)):
+        path, name = _split(saved.entry.path)
+        by_layer[owner, path, saved.entry.nth][name] = saved
     automatic = automatic_names(models)
     pairs: dict[int, dict[str, Saved]] = {}
     for number in set(among):
-        mine = [i for i, each in enumerate(here) if among[each[0]] == number]
-        theirs = [each for each in by_layer if each[0] == number]
+        mine = [i for i, layer in enumerate(here) if among[layer[0]] == number]
+        theirs = [key for key in by_layer if key[0] == number]
         # By the layers' paths: what a layer has now may have other names, and other shapes.
         found = match(
             [Entry(here[i][2], (), "float32", nth=here[i][3]) for i in mine],

@@ -49,9 +49,9 @@ def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix:
         raise value_error(
             rule,
             received="; ".join(
-                f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
-                for each in lost
-                for hint in [did_you_mean(each.strip("*/"), names)]
+                f"{pattern!r}, which matches nothing{'.' * bool(hint)}{hint}"
+                for pattern in lost
+                for hint in [did_you_mean(pattern.strip("*/"), names)]
             )
             + ".",
             fix=fix,

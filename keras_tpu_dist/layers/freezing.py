@@ -107,7 +107,7 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     names = {id(weight): _names(weight.path, model.name) for weight in model.weights}
     check_matched(
         (*patterns, *exclude),
-        [name for each in names.values() for name in each],
+        [name for of_weight in names.values() for name in of_weight],
         "Every pattern must match weights or layers of the model.",
         "See the paths with [weight.path for weight in model.weights].",
     )

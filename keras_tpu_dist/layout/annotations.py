@@ -144,7 +144,7 @@ def annotated(model: Any) -> Annotated:
         within = any(path.startswith(f"{outer}/") for outer in devices)
         if annotation.logical_device is not None and not within:
             devices[path] = annotation.logical_device
-            assigned |= {id(each): annotation.logical_device for each in layer.variables}
+            assigned |= {id(weight): annotation.logical_device for weight in layer.variables}
         used: set[int] = set()
         for variable in layer.variables:
             if annotation.weights is None:

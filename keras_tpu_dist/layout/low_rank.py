@@ -95,7 +95,7 @@ class LowRank:
             dim = of_x.pop(at)
             del of_kernel[at]
             small = times(x, b, ([dim], [1])).astype(x.dtype)
-            of_x = [each - (each > dim) for each in of_x]
+            of_x = [axis - (axis > dim) for axis in of_x]
             result = times(small, a, ([*of_x, small.ndim - 1], [*of_kernel, last]))
         if self.side:
             return result

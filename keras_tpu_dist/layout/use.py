@@ -139,16 +139,16 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
 
     number = {id(variable): id(array) for variable, array in zip(weights, arrays)}
     scales = {
-        number[id(kernel)]: {number[id(each)] for each in beside}
+        number[id(kernel)]: {number[id(scale)] for scale in beside}
         for kernel, *beside in scaled_kernels(layer)
-        if all(id(each) in number for each in (kernel, *beside))
+        if all(id(member) in number for member in (kernel, *beside))
     }
     graph = graph_of(jaxpr)
     instead = {}
-    for each in fused_in(graph, uses, scales):
-        if each.bias is None or id(each.bias.constant) in uses:
-            _, _, axes = uses[id(each.kernel.constant)]
-            instead |= each.replaced(laid, axis_size(strategy.mesh, axes[-1]))
+    for product in fused_in(graph, uses, scales):
+        if product.bias is None or id(product.bias.constant) in uses:
+            _, _, axes = uses[id(product.kernel.constant)]
+            instead |= product.replaced(laid, axis_size(strategy.mesh, axes[-1]))
     return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
 
 

@@ -113,7 +113,7 @@ def _as_layer(function: Callable, logical_device: int, args: tuple, kwargs: dict
 
     # A Lambda has one input, and its own arguments named mask and training.
     given = keras.tree.flatten((args, kwargs))
-    symbolic = [n for n, each in enumerate(given) if isinstance(each, keras.KerasTensor)]
+    symbolic = [n for n, leaf in enumerate(given) if isinstance(leaf, keras.KerasTensor)]
 
     @functools.wraps(function)
     def of_tensors(tensors):

@@ -114,7 +114,7 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
     wrong = sorted(missing - found)
     if not wrong:
         return
-    inner = [each for each in _keras.flatten_layers(layer) if each is not layer]
+    inner = [sublayer for sublayer in _keras.flatten_layers(layer) if sublayer is not layer]
     layers = {one.name for one in inner if not isinstance(one, keras.layers.InputLayer)}
     choices = sorted(layers | found)
     raise value_error(

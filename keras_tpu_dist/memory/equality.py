@@ -75,7 +75,7 @@ class Functions:
     def _function(self, function: types.FunctionType) -> Hashable:
         around = [_content(cell) for cell in function.__closure__ or ()]
         if _is_of_jax(function):  # its caches, and its markers for missing values
-            around = [each for each in around if type(each) not in (dict, object)]
+            around = [value for value in around if type(value) not in (dict, object)]
         defaults = self.of(function.__defaults__), self.of(function.__kwdefaults__)
         return function.__code__, defaults, tuple(map(self.of, around))
 

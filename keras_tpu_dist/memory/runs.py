@@ -296,7 +296,7 @@ class _Finder:
             return _OTHER
         if len(run.blocks) > 1 and fed != run.carried:
             return _WAYS
-        members = sum(1 << each.position for each in run.blocks)
+        members = sum(1 << member.position for member in run.blocks)
         for i, (before, here) in enumerate(zip(last.inputs, block.inputs, strict=True)):
             if i in fed:
                 continue

@@ -204,11 +204,11 @@ def _unequal(layer: Any, notes: Tracing) -> Iterator[int]:
     """Composite layers beside others of their class, if none of those is equal to them."""
     inner = [sublayer for sublayer in _keras.sublayers(layer) if id(sublayer) not in notes.keys]
     beside = Counter(type(sublayer) for sublayer in _keras.sublayers(layer))
-    for each in inner:
-        holds = any(within.variables for within in _keras.sublayers(each))
-        if holds and beside[type(each)] > 1:
-            yield id(each)
-        yield from _unequal(each, notes)
+    for composite in inner:
+        holds = any(within.variables for within in _keras.sublayers(composite))
+        if holds and beside[type(composite)] > 1:
+            yield id(composite)
+        yield from _unequal(composite, notes)
 
 
 def _report_of(model: Any, specs: Any) -> ScanReport:

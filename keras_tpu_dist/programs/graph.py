@@ -129,7 +129,7 @@ class Graph:
                 atom to its array.
         """
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
-        operands = {each: new.operands for each, new in instead.items()}
+        operands = {replaced: new.operands for replaced, new in instead.items()}
         operations = self.needed(operands)
 
         def value(of: Atom) -> Any:

@@ -318,7 +318,7 @@ def _text_lines(box: Box) -> list[tuple[str, tuple[Any, ...]]]:
     if len(box.rows) <= _MOST_WEIGHTS:
         return [(row.path.removeprefix(box.within), (row,)) for row in box.rows]
     alike = families(box.rows, _path, lambda row: (row.layout, ""), _last)
-    return [(_last(each.rows[0].path), each.rows) for each in alike]
+    return [(_last(family.rows[0].path), family.rows) for family in alike]
 
 
 def _last(path: str) -> str:

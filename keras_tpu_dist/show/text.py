@@ -279,9 +279,9 @@ def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[
     return [
         (" " * _GAP).join(
             part.rjust(width) if right else part.ljust(width)
-            for part, width, right in zip(each, widths, numeric)
+            for part, width, right in zip(row, widths, numeric)
         )
-        for each in parts
+        for row in parts
     ]
 
 

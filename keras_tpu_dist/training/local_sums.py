@@ -48,7 +48,7 @@ class Rest:
     @property
     def operands(self) -> list[Atom]:
         """The values that the operations of the path read, and the value itself."""
-        others = [each for step in self.path for each in _others(*step)]
+        others = [other for step in self.path for other in _others(*step)]
         return [self.value, *others]
 
     def compute(self, arrays: list) -> Any:
@@ -93,7 +93,7 @@ class LocalSums:
         self._ways = axis_size(spread.mesh, self._axes)
         self._rows = sorted(set(rows), reverse=True)
         needed = graph.needed({})
-        self._uses = Counter(id(each) for made in needed for each in made.operands)
+        self._uses = Counter(id(atom) for made in needed for atom in made.operands)
         self._uses.update(map(id, graph.outputs))
 
     def of(self, gradient: Atom) -> LocalSum | None:
@@ -119,9 +119,9 @@ class LocalSums:
         return False
 
     def _add_both(self, made: Equation, path: tuple, found: LocalSum) -> bool:
-        if any(each.shape != made.results[0].shape for each in made.operands):
+        if any(operand.shape != made.results[0].shape for operand in made.operands):
             return False
-        sides = [self._add(each, path, found) for each in made.operands]
+        sides = [self._add(operand, path, found) for operand in made.operands]
         if all(sides):
             found.instead[made] = Instead(made.operands, lambda arrays: [jnp.add(*arrays)])
         elif any(sides):
@@ -194,7 +194,7 @@ class LocalSums:
 
 
 def _others(operation: Equation, side: int) -> list[Atom]:
-    return [each for n, each in enumerate(operation.operands) if n != side]
+    return [operand for n, operand in enumerate(operation.operands) if n != side]
 
 
 def _linear_in(made: Equation) -> tuple[int, ...]:

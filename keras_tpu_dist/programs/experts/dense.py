@@ -107,8 +107,8 @@ def chosen_sums(graph: Graph) -> list[ChosenSum]:
                 found.append(total)
                 break
     # If other operations need all experts, nothing is saved.
-    needed = set(graph.needed({each.operation: each.operands for each in found}))
-    return [each for each in found if needed.isdisjoint(each.rows.products)]
+    needed = set(graph.needed({summed.operation: summed.operands for summed in found}))
+    return [summed for summed in found if needed.isdisjoint(summed.rows.products)]
 
 
 def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | None:

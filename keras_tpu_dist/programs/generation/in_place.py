@@ -139,8 +139,8 @@ def _is_updated(atom: Any, part: _Part, plan: _Plan, makers: dict) -> bool:
         plan.stacks.add(atom)
         axis = equation.params["axis"]
         return all(
-            _is_updated(each, part.element(axis, place), plan, makers)
-            for place, each in enumerate(equation.invars)
+            _is_updated(operand, part.element(axis, place), plan, makers)
+            for place, operand in enumerate(equation.invars)
         )
     if equation.primitive.name == "dynamic_update_slice":
         plan.writes[atom] = part

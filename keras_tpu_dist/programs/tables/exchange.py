@@ -462,10 +462,10 @@ class Updates:
             numbers: Other inputs of the update, such as the learning rate.
         """
         lookups, split = self._lookups, self._split
-        gradients = [each.columns(g) for each, g in zip(lookups, gradients, strict=True)]
+        gradients = [lookup.columns(g) for lookup, g in zip(lookups, gradients, strict=True)]
         given = [
-            each.back(g, route.own, route.place)
-            for each, g, route in zip(lookups, gradients, routes, strict=True)
+            lookup.back(g, route.own, route.place)
+            for lookup, g, route in zip(lookups, gradients, routes, strict=True)
         ]
         own = jnp.concatenate([rows for rows, _ in given])
         found = unique(own, split.rows_each, self._bound)

@@ -107,7 +107,7 @@ def read(
         and operation.results[0].shape == shape
         and _adds_rows(operation)
     ]
-    by_indices = {id(each.indices): each for each in lookups}
+    by_indices = {id(lookup.indices): lookup for lookup in lookups}
     found = Reading(lookups)
     if not outputs or not lookups:
         return found
@@ -273,7 +273,7 @@ class _Update:
                     for reader in readers.get(id(result), ()):
                         if id(reader) not in reached:
                             reached.add(id(reader))
-                            if any(id(each) == table for each in reader.operands):
+                            if any(id(operand) == table for operand in reader.operands):
                                 found.add(scatter)
                             todo.append(reader)
         return found
@@ -361,7 +361,7 @@ class _Update:
 
     def _check_readers(self, update: list, gathers: set, paths: set) -> None:
         """Raises `Refused` if other operations read the state that the update writes."""
-        known = {id(each) for each in update} | {id(gather) for gather in gathers} | paths
+        known = {id(step) for step in update} | {id(gather) for gather in gathers} | paths
         own = {id(self._graph.inputs[i]) for i in self._met}
         for operation in self._operations:
             if id(operation) not in known and any(
@@ -386,7 +386,7 @@ def on_rows(reading: Reading, graph: Graph) -> Any:
 
     def update(state: list, gradients: list, numbers: list) -> list:
         values = {id(graph.inputs[i]): rows for i, rows in zip(reading.state, state, strict=True)}
-        values |= {id(each): n for each, n in zip(reading.numbers, numbers, strict=True)}
+        values |= {id(number): n for number, n in zip(reading.numbers, numbers, strict=True)}
         for scatter, gradient in zip(leaves, gradients, strict=True):
             values[id(scatter.results[0])] = gradient
 

@@ -89,9 +89,9 @@ def described(model: Any, strategy: Any) -> dict[str, str]:
     if option is None or mesh.size == 1:
         return {}
     found = {
-        each.variable.path: "may be used by rows: the first step decides"
-        for each in tables_of(model, "predict", mesh, batch, option)
-        if _is_of_embedding(each.variable)
+        table.variable.path: "may be used by rows: the first step decides"
+        for table in tables_of(model, "predict", mesh, batch, option)
+        if _is_of_embedding(table.variable)
     }
     refused = {p: f"{EVERY_ROW}: {w}" for p, w in _troubles(model, mesh, batch, option).items()}
     return {**found, **refused, **(uses.of(model) or {})}
@@ -193,13 +193,13 @@ class _Step:
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
             first = len(graph.outputs) - count
             outputs = {first + i: i for i in range(count)}
-        used = [each for t in self._tables if (each := self._used(graph, t, outputs)) is not None]
+        used = [use for t in self._tables if (use := self._used(graph, t, outputs)) is not None]
         instead: dict[Equation, Instead] = {}
-        for each in used:
-            instead |= each.replaced()
+        for use in used:
+            instead |= use.replaced()
 
         def updated(value: Callable) -> dict[int, Any]:
-            return {k: new for each in used for k, new in each.updated(value).items()}
+            return {k: new for use in used for k, new in use.updated(value).items()}
 
         results = graph.evaluate(inputs, instead, after=updated)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -263,12 +263,12 @@ class _Used:
         """The replacements of operations."""
         reading, found = self._reading, {}
         table = self._graph.inputs[self._table.place]
-        for each in reading.lookups:
-            if each.gather is not None:
-                found[each.gather] = Instead([table, each.indices], self._looking_up(each))
-            if each.scatter is not None and each.updates is not None:
-                compute = self._dense(each) if reading.dense else _nothing
-                found[each.scatter] = Instead([each.indices, each.updates], compute)
+        for lookup in reading.lookups:
+            if lookup.gather is not None:
+                found[lookup.gather] = Instead([table, lookup.indices], self._looking_up(lookup))
+            if lookup.scatter is not None and lookup.updates is not None:
+                compute = self._dense(lookup) if reading.dense else _nothing
+                found[lookup.scatter] = Instead([lookup.indices, lookup.updates], compute)
         for operation in reading.update:
             operands = [each for atom in operation.operands for each in _read_of(atom)]
             found[operation] = Instead(operands, _nothing)
@@ -362,7 +362,7 @@ class _Used:
         if not reading.changed:
             return {}
         trained = [lookup for lookup in reading.lookups if lookup.scatter is not None]
-        routes = [self._route(each, value(each.indices)) for each in trained]
+        routes = [self._route(lookup, value(lookup.indices)) for lookup in trained]
         updates = Updates(
             [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
         )
@@ -381,8 +381,8 @@ class _Used:
             [ids for ids, _ in routes],
             [route for _, route in routes],
             [
-                self._gradients(ids, value(each.updates))
-                for each, (ids, _) in zip(trained, routes, strict=True)
+                self._gradients(ids, value(lookup.updates))
+                for lookup, (ids, _) in zip(trained, routes, strict=True)
             ],
             [value(number) for number in reading.numbers],
         )

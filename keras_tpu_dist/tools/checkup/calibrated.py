@@ -48,8 +48,8 @@ def calibration_of(
         source: See `Calibration`.
     """
     found: dict[str, list[float]] = {}
-    for each in (figures, *others):
-        for effort, factor in each.get("step time", {}).get(FACTORS, {}).items():
+    for run in (figures, *others):
+        for effort, factor in run.get("step time", {}).get(FACTORS, {}).items():
             found.setdefault(effort, []).append(factor)
     spans = {effort: (min(factors), max(factors)) for effort, factors in found.items()}
     return Calibration(

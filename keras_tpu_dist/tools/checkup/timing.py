@@ -171,7 +171,7 @@ def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str
 
 def _averaged(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """The times by name, averaged over the processes that could read a profile."""
-    known = [each for each in every if each]
+    known = [process for process in every if process]
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for of_process in known:
         for kind, times in of_process.items():

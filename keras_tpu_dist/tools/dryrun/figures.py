@@ -13,8 +13,8 @@ _KERNEL_FACTOR = 3.0
 # The cycles of effort "quick" are so many times those of "exact", at least and at most. For the
 # measured factors (1.9 to 2.7, and 3.4 in one search) run `python benchmarks/dry_run.py --fit`.
 _QUICK_OVER = (1.5, 3.5)
-# Hand-written kernels, for which the compiler has no estimate, reach this share of their roofline by
-# their schedules: usually, and at least. `python benchmarks/kernels.py`: attention 0.35 to 0.75,
+# Hand-written kernels, for which the compiler has no estimate, reach this share of their roofline
+# by their schedules: usually, and at least. `python benchmarks/kernels.py`: attention 0.35 to 0.75,
 # recurrent layers 0.66 to 1.0, but 0.2 for 128 units, whose steps are too short.
 _OF_ROOFLINE, _LEAST_OF_ROOFLINE = 0.65, 0.35
 # What bounds a step, in words.
@@ -128,12 +128,10 @@ def estimate(
     times_too_high = _QUICK_OVER if effort == "quick" else (1.0, 1.0)
     least = cycles / times_too_high[1] + roofline
     most = cycles / times_too_high[0] + roofline / _LEAST_OF_ROOFLINE
-    if effort == "quick":
-        # An "exact" program has less traffic, so the traffic of this one is no lower bound; and it
-        # may overlap collectives.
-        low = max(least, compute, link)
-    else:
-        low = max(least + exposed, *bounds.values())
+    # An "exact" program has less traffic: the traffic of a quick one is no lower bound; and it may
+    # overlap collectives.
+    quick = effort == "quick"
+    low = max(least, compute, link) if quick else max(least + exposed, *bounds.values())
     high = max(most + exposed, *bounds.values())
     if factor is not None:
         # What quick effort is off by is in what was measured, what kernels reach is not.

@@ -781,7 +781,7 @@ class _Rewriter:
             yield from self._started(computation, instruction)
         elif target == "AsyncCollectiveDone":
             # Between start and end, fusions repeat the collective, which takes its steps in them.
-            (collective,) = (each for each in operands if each.opcode in _COLLECTIVES)
+            (collective,) = (operand for operand in operands if operand.opcode in _COLLECTIVES)
             yield self._written(instruction, "copy", operands=f"%{collective.name}")
         elif target == KERNEL:
             shapes = [shape for operand in operands for shape in operand.shapes]

@@ -164,7 +164,7 @@ class Placed:
         ways, stored = self.ways(index), self.stored(index)
         if ways == 1 or self.used_ways(index) > 1 or weight.shape[1] % ways:
             return False
-        every = [each for each in self.facts.lookups if each.weight == index]
+        every = [other for other in self.facts.lookups if other.weight == index]
         ids = sum(one.ids for one in every)
         item = lookup.taken_bytes // (lookup.ids * weight.shape[1])
         by_rows = bool(set(self.specs[index][0]) & set(stored))

@@ -89,7 +89,7 @@ def _print_error(error: BaseException) -> None:
     """
     lines = "".join(traceback.format_exception(error)).splitlines()
     folded = Folded(os.path.dirname(keras_tpu_dist.__file__))
-    shown = [each for line in lines for each in folded.take(line)]
+    shown = [text for line in lines for text in folded.take(line)]
     if any(text.startswith(_OWN_FRAME) for text in shown) and folded.error is not None:
         first = len(shown) - 1 - shown[::-1].index(folded.error[1])
         shown[first] = f"error: {shown[first]}"
