@@ -7,7 +7,7 @@ import sys
 
 import keras
 import pytest
-from helpers import assert_close, built, compiled, data
+from helpers import At, assert_close, built, compiled, data, terminate
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
@@ -52,8 +52,7 @@ class Kill(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if (self.epoch, batch) == self.at:
-            for _ in range(self.times):
-                signal.raise_signal(signal.SIGTERM)
+            terminate(self.times)
 
 
 @pytest.fixture
@@ -200,18 +199,13 @@ def test_a_second_signal_waits_for_the_backup(tmp_path, handler):
     "at", [pytest.param("on_epoch_end", marks=pytest.mark.slow), "on_train_end"]
 )
 def test_sigterm_after_the_last_launch_leaves_the_backup(tmp_path, handler, at):
-    class Late(keras.callbacks.Callback):
-        pass
-
-    late = Late()
-    setattr(late, at, lambda *args: signal.raise_signal(signal.SIGTERM))
     model = built(build, ktd.TPUStrategy())
     with pytest.raises(Preempted):
         model.fit(
             X,
             Y,
             **{**FIT, "epochs": 1},
-            callbacks=[late, BackupAndRestore(tmp_path / "backup")],
+            callbacks=[At(1, terminate, at), BackupAndRestore(tmp_path / "backup")],
         )
     assert _steps(tmp_path / "backup") == [19]
 

@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, compiled, data
+from helpers import At, assert_close, compiled, data
 
 import keras_tpu_dist as ktd
 
@@ -419,11 +419,8 @@ def test_a_first_fit_within_a_predict_leaves_it_its_function():
     with strategy.scope():
         trained, alone = model(1, 8), model(1, 8)
 
-    class Fits(keras.callbacks.Callback):
-        def on_predict_batch_begin(self, batch, logs=None):
-            in_threads(lambda: fit(trained, 1))
-
+    fits = At(1, lambda: in_threads(lambda: fit(trained, 1)), "on_predict_batch_begin")
     expected = fit(alone, 1)[1]
-    trained.predict(X, batch_size=len(X), callbacks=[Fits()], verbose=0)
+    trained.predict(X, batch_size=len(X), callbacks=[fits], verbose=0)
     assert_close(trained.get_weights(), expected)
     assert_close(trained.predict(X, verbose=0), alone.predict(X, verbose=0))
