@@ -227,7 +227,9 @@ def test_options_of_compile_lower():
 @pytest.mark.parametrize(
     "on",
     [
-        ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel"),
+        pytest.param(
+            ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel"), marks=pytest.mark.slow
+        ),
         pytest.param(
             ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", topology="v5e:2x4"),
             marks=pytest.mark.tpu_compiler,

@@ -210,7 +210,7 @@ def test_files_keep_it_and_load_without_it(kind, tmp_path, rows_computed):
     assert_close(plain.predict(x, verbose=0), expected)
 
 
-@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("inner", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_recomputed_is_converted_and_stays_recomputed(inner, rows_computed):
     def build():
         model = random_weights(hub.model_of("mixtral", layers=1))

@@ -145,8 +145,8 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("keys", "queries", "result"), GROUPS)
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("groups", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_heads_that_share_keys(keys, queries, result, groups, first):
     sizes = {"b": 2, "s": 128, "k": 2, "d": 4, "t": 1}
     numbers = np.random.default_rng(0)

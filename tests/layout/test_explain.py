@@ -129,8 +129,17 @@ def test_a_decoder_of_seven_billion_is_forty_lines(layout):
     assert all(row.path in explanation._repr_html_() for row in explanation.rows)
 
 
-@pytest.mark.parametrize("layout", ["tensor_parallel", "fsdp", "auto", None])
-@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "slots"),
+    [
+        ("tensor_parallel", True),
+        ("fsdp", False),
+        *(
+            pytest.param(layout, slots, marks=pytest.mark.slow)
+            for layout, slots in [("tensor_parallel", False), ("fsdp", True), ("auto", True)]
+        ),
+    ],
+)
 def test_a_decoder_is_forty_lines_in_a_narrow_terminal_too(slots, layout, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     # for a slice that is not attached, variables have no values

@@ -43,7 +43,11 @@ def _with_experts(layer, top, keywords, kwargs):
     layer.experts, layer.units, layer.top = keywords["experts"], keywords["units"], top
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "model": 8}, {"data": 4, "model": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "model": 8}, pytest.param({"data": 4, "model": 4}, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SIZES)
 def test_at_most_3_percent_are_replicated(name, mesh, monkeypatch):
     strategy = ktd.TPUStrategy(mesh, "tensor_parallel", topology="v5e:4x4")

@@ -148,7 +148,7 @@ def test_attention_is_split_by_heads(mode):
         assert not any(found["attention_output/kernel_scale"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [m if m == "int4" else pytest.param(m, marks=slow) for m in MODES])
 @pytest.mark.parametrize(
     "name", [n if n == "in a row" else pytest.param(n, marks=slow) for n in FUSED]
 )
@@ -191,6 +191,7 @@ def test_heads_of_odd_width_share_bytes():
             assert "4 heads of 3 values, two in a byte, are not divisible by" in query.reason
 
 
+@slow
 def test_fused_kernels_whose_bytes_do_not_divide_are_named():
     """Of 4 heads of 3 values of a kind two lie in 3 bytes, which four devices cannot share."""
 
