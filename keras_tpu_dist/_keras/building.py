@@ -141,11 +141,6 @@ def fresh_names() -> Iterator[None]:
 def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     """Builds model, metrics, loss and optimizer from a batch of `keras.KerasTensor`, as fit does.
 
-    Args:
-        model: The model.
-        batch: `(x, y, sample_weight)`.
-        mode: `"predict"` builds only the layers.
-
     Public replacement: none; `model.build` builds neither metrics nor the optimizer.
     """
     if mode != "predict":
@@ -156,10 +151,6 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
 
 def output_spec(model: keras.Model, x: object) -> Any:
     """The outputs of a model as `keras.KerasTensor`; layers without weights get them.
-
-    Args:
-        model: The model.
-        x: Its input, of `keras.KerasTensor`.
 
     Public replacement: calling the model, which leaves a node in its graph.
     """

@@ -144,9 +144,6 @@ def ends_ragged(data_adapter: Any) -> bool:
 def known_of_epoch(epoch_iterator: EpochIterator) -> dict[str, int]:
     """What is known of the epochs of an input: its `"steps"`, the `"batches"` of the input, with
     their `"rows"`, and the rows of the `"last"` one.
-
-    Args:
-        epoch_iterator: Keras's iterator over an epoch.
     """
     adapter, found = epoch_iterator.data_adapter, {}
     batches = adapter.num_batches
@@ -160,9 +157,6 @@ def known_of_epoch(epoch_iterator: EpochIterator) -> dict[str, int]:
 
 def is_users_code(data_adapter: Any) -> bool:
     """Whether user code creates the batches: a generator or a `PyDataset`.
-
-    Args:
-        data_adapter: Keras's adapter of the input.
 
     Public replacement: none; only the adapter is left of the input.
     """

@@ -71,11 +71,7 @@ class LayerMark(Mark):
         _carry_through_configs(type(target))
 
     def restored_by(self, restore: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Decorates the function that sets a value from a config on a layer.
-
-        Args:
-            restore: Called as `restore(layer, value)`.
-        """
+        """Decorates the function that sets a value from a config on a layer."""
         self.restore = restore
         return restore
 

@@ -9,10 +9,6 @@ def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
 
     Public replacement: none; `jax.export` reads StableHLO alone, which has no replicas.
 
-    Args:
-        text: The program.
-        devices: CPU devices of this process.
-
     Returns:
         A loaded executable, for `run_replicas`.
     """
@@ -40,9 +36,6 @@ def whole_text(compiled: Any) -> str:
     """The text of a compiled program with the values of all of its constants.
 
     Public replacement: `Compiled.as_text`, which leaves out those of large constants.
-
-    Args:
-        compiled: A `jax.stages.Compiled`.
     """
     from jax._src.lib import _jax
 

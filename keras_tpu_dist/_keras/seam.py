@@ -136,12 +136,7 @@ def table() -> tuple[Replacement, ...]:
 
 
 def stock(owner: str, name: str) -> Any:
-    """Keras's own version of a replaced name.
-
-    Args:
-        owner: As in `Replacement`.
-        name: See `Replacement`.
-    """
+    """Keras's own version of a replaced name."""
     return _installed[owner, name][1]
 
 

@@ -56,10 +56,6 @@ _TAKES = {"mask": "_call_has_mask_arg", "training": "_call_has_training_arg"}
 def call_takes(layer: Any, argument: str) -> bool:
     """Whether a layer's call has an argument `"mask"` or `"training"`.
 
-    Args:
-        layer: The layer.
-        argument: `"mask"` or `"training"`.
-
     Public replacement: none; if a layer is wrapped, the signature of `call` is hidden.
     """
     return getattr(layer, _TAKES[argument])
@@ -138,11 +134,7 @@ def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
 
 
 def call_arguments(node: Any) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call in the graph, with symbolic tensors; public replacement: none.
-
-    Args:
-        node: A node from `graph`.
-    """
+    """The arguments of a call in the graph, with symbolic tensors; public replacement: none."""
     return node.arguments.args, node.arguments.kwargs
 
 
@@ -237,11 +229,7 @@ def in_update() -> bool:
 
 
 def keras_mask(tensor: Any) -> Any:
-    """The mask that a layer set on a tensor, or `None`; public replacement: none.
-
-    Args:
-        tensor: An array or a `keras.KerasTensor`.
-    """
+    """The mask that a layer set on a tensor, or `None`; public replacement: none."""
     return masking.get_keras_mask(tensor)
 
 

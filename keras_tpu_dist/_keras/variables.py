@@ -178,10 +178,6 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
     """Replaces a variable's value in the current stateless scope, once per scope.
 
     All reads in the scope get the same value, so their gradients are added before they leave it.
-
-    Args:
-        variable: A `keras.Variable`.
-        replaced: Returns the replacement for the value.
     """
     scope, key = global_state.get_global_attribute("stateless_scope"), id(variable)
     while scope is not None and key not in scope.state_mapping:

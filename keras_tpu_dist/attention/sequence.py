@@ -138,10 +138,6 @@ def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
     """The number of blocks that the busiest device computes for a causal sequence, and of all its
     blocks.
 
-    Args:
-        pieces: Which queries each device computes.
-        source: Number of keys.
-
     Example:
 
     >>> blocks_computed(Pieces(2, 4096, balanced=True), 4096)

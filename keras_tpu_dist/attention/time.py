@@ -16,13 +16,7 @@ def symbolic(*arrays: jax.Array) -> bool:
 
 
 def divides(x: jax.Array, mesh: Mesh, time_axis: str) -> bool:
-    """Whether an axis splits an array evenly along time.
-
-    Args:
-        x: `(batch, time, ...)`.
-        mesh: The mesh.
-        time_axis: The axis.
-    """
+    """Whether an axis splits an array evenly along time."""
     return x.shape[1] % mesh.shape[time_axis] == 0
 
 

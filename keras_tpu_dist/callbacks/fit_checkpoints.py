@@ -163,11 +163,6 @@ class Resumed:
 class FitCheckpoints:
     """The checkpoints of one fit in one directory.
 
-    Args:
-        options: The options of the `Checkpoint`.
-        fit: The fit.
-        preemption: Notices SIGTERM.
-
     Attributes:
         store: The directory of checkpoints.
         run: The name of the run, or `""` before it has one.

@@ -9,10 +9,6 @@ from keras_tpu_dist.common.errors import value_error
 def is_validated(epoch: int, frequency: int | Container[int]) -> bool:
     """Whether `fit` validates at the end of an epoch.
 
-    Args:
-        epoch: The epoch, from 0.
-        frequency: Its `validation_freq`.
-
     Example:
 
     >>> [is_validated(epoch, 2) for epoch in range(4)], is_validated(0, [1, 5])

@@ -119,11 +119,7 @@ def _fits(value: Any, now: Any) -> bool:
 
 
 def history_of(history: Any) -> dict[str, Any]:
-    """A History callback's record as plain data.
-
-    Args:
-        history: The callback, or `None`.
-    """
+    """A History callback's record as plain data."""
     if history is None:
         return {"epoch": [], "logs": {}}
     return {

@@ -34,11 +34,7 @@ class CompiledOptimizer:
 
 
 def compiled_of(optimizer: Any) -> CompiledOptimizer:
-    """How an optimizer is compiled.
-
-    Args:
-        optimizer: The optimizer, or `None`.
-    """
+    """How an optimizer is compiled."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if optimizer is None or hasattr(optimizer, "optimizers"):
         return CompiledOptimizer()
@@ -48,11 +44,7 @@ def compiled_of(optimizer: Any) -> CompiledOptimizer:
 
 
 def has_trained(optimizer: Any) -> bool:
-    """Whether an optimizer has made a step, after which callbacks may have set its rate.
-
-    Args:
-        optimizer: The optimizer, or `None`.
-    """
+    """Whether an optimizer has made a step, after which callbacks may have set its rate."""
     return optimizer is not None and _keras.train_steps_counted(optimizer) > 0
 
 

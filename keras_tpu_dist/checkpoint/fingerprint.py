@@ -68,11 +68,7 @@ def is_small(array: Any) -> bool:
 
 
 def small_on_host(arrays: Sequence[Any]) -> list[Any]:
-    """The same arrays, with copies in host memory in place of the small ones on devices.
-
-    Args:
-        arrays: JAX or NumPy arrays.
-    """
+    """The same arrays, with copies in host memory in place of the small ones on devices."""
     small = {
         i: array.addressable_data(0) if array.is_fully_replicated else array
         for i, array in enumerate(arrays)

@@ -103,10 +103,6 @@ class Keep:
 def staying(known: Mapping[int, Known], keep: Keep) -> set[int]:
     """The steps of the checkpoints to keep.
 
-    Args:
-        known: The facts about all checkpoints.
-        keep: Which of them stay.
-
     Example:
 
     >>> known = {1: Known(True), 2: Known(True, finite=False), 3: Known(True, finite=False)}
@@ -195,12 +191,7 @@ def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a checkpoint.
-
-    Args:
-        path: The directory of one checkpoint.
-        metrics: The numbers.
-    """
+    """Adds metrics to a checkpoint."""
     file = path.joinpath(*_METRICS_FILE)
     file.parent.mkdir(exist_ok=True)
     # Renamed when complete, because a process may be killed while it writes.

@@ -126,11 +126,6 @@ def grouped(
 ) -> Iterator[list[_Item]]:
     """Groups of items, each of at most a size, or of one item.
 
-    Args:
-        items: The items.
-        size_of: Returns the size of an item.
-        most: The largest size of a group.
-
     Example:
 
     >>> list(grouped([3, 4, 2, 9, 1], lambda size: size, 7))

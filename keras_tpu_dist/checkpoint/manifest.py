@@ -108,11 +108,7 @@ class Manifest:
         return {"crc32": _crc32(content), **content}
 
     def entries(self, kind: str) -> list[Entry]:
-        """The entries of a kind, in their order.
-
-        Args:
-            kind: `"weights"`, for example.
-        """
+        """The entries of a kind, in their order."""
         return [saved.entry for saved in self.arrays.get(kind, ())]
 
     @property
@@ -127,9 +123,6 @@ class Manifest:
 
     def objects(self, kind: str) -> list[tuple[str, int]]:
         """The names of the objects of a loop and the numbers of their arrays, in their order.
-
-        Args:
-            kind: `"weights"`, for example.
 
         Returns:
             A list; empty if unknown.

@@ -77,11 +77,7 @@ class Matching:
 
     @staticmethod
     def joined(parts: Iterable["Matching"]) -> "Matching":
-        """One for all parts.
-
-        Args:
-            parts: Those of parts; see `moved`.
-        """
+        """One for all parts."""
         every = list(parts)
         return Matching(
             {i: j for part in every for i, j in part.pairs.items()},
@@ -340,10 +336,6 @@ def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[st
 
 def same_kind(one: Any, other: Any) -> bool:
     """Whether both dtypes are integers, or neither: a float kernel cast to `int8` would be zeros.
-
-    Args:
-        one: A dtype, or its name.
-        other: Another dtype, or its name.
 
     Example:
 

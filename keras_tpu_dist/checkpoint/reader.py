@@ -274,12 +274,7 @@ class CheckpointReader:
 
 
 def runs_text(known: Mapping[int, Known], steps: Sequence[int]) -> str:
-    """The runs of checkpoints, for the log.
-
-    Args:
-        known: The facts about all checkpoints.
-        steps: The steps of some of them.
-    """
+    """The runs of checkpoints, for the log."""
     runs = list(dict.fromkeys(known[step].run or "unknown" for step in steps))
     return f"run {', '.join(runs)}"
 
@@ -334,10 +329,6 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
     Orbax allocates arrays with their shapes in the store, and TensorStore decompresses whole
     chunks, which may be larger than their arrays.
 
-    Args:
-        stored: Orbax's metadata by key.
-        wanted: The arrays in the manifest.
-
     Raises:
         ValueError: If the store differs from the manifest.
     """
@@ -382,9 +373,6 @@ def _request(
     """Orbax's arguments for reading arrays: shapes and restore options by key.
 
     Small arrays are read into host memory, from where all of them go to the devices together.
-
-    Args:
-        wanted: See `Store.load`.
     """
     ocp = orbax()
     target = {

@@ -129,21 +129,13 @@ class Failure:
 
 
 def step_of(path: Path) -> int | None:
-    """The last step that a process reported, or `None`.
-
-    Args:
-        path: The file, without its ending.
-    """
+    """The last step that a process reported, or `None`."""
     text = _text(path, _STEP).strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _WIDTH else None
 
 
 def failure_of(path: Path) -> Failure | None:
-    """The error that a process reported, or `None`.
-
-    Args:
-        path: The file, without its ending.
-    """
+    """The error that a process reported, or `None`."""
     try:
         found = json.loads(_text(path, _ERROR))
     except (ValueError, RecursionError):

@@ -110,12 +110,7 @@ class _DescribedMesh(keras.distribution.DeviceMesh):
 
 
 def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> jax.sharding.Mesh:
-    """A mesh over whose axes the compiler splits, whatever the default of `jax.sharding.Mesh` is.
-
-    Args:
-        devices: The devices, in the mesh's shape.
-        names: The names of its axes.
-    """
+    """A mesh over whose axes the compiler splits, whatever the default of `jax.sharding.Mesh`."""
     types = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.sharding.Mesh(devices, tuple(names), axis_types=types)
 
@@ -163,12 +158,7 @@ def replicated_batch(axis_names: Sequence[str]) -> str:
 
 
 def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The axes that split the batch; warns if by default no axis does.
-
-    Args:
-        data_axes: As for `checked_data_axes`.
-        mesh: The mesh.
-    """
+    """The axes that split the batch; warns if by default no axis does."""
     names = tuple(mesh.axis_names)
     split = checked_data_axes(data_axes, names)
     if data_axes is None and not state_axes(mesh, split) and mesh.size > 1:

@@ -52,11 +52,6 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
 def checked_slices(slices: Any, chip: Chip, name: object) -> int:
     """Checks a number of slices for a chip.
 
-    Args:
-        slices: The number.
-        chip: The TPU generation.
-        name: The slice's name as given.
-
     Raises:
         ValueError: If it is not a valid number, or if slices of this chip cannot be joined.
     """

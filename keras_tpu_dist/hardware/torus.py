@@ -38,9 +38,6 @@ class Torus:
     def of(cls, devices: Sequence[Any]) -> "Torus | None":
         """The torus of a mesh's devices.
 
-        Args:
-            devices: The devices, in the mesh's order.
-
         Returns:
             The torus; `None` if the devices are not a whole slice of TPU chips.
         """
@@ -81,11 +78,7 @@ class Torus:
         return [row for row in first if row]
 
     def links(self, group: Iterable[int]) -> Iterator[Link]:
-        """The links between chips of a group in the same row of the torus.
-
-        Args:
-            group: Numbers of devices in the mesh.
-        """
+        """The links between chips of a group in the same row of the torus."""
         chips = {self.places[i][1:4] for i in group}
         for side in range(3):
             rows: dict[tuple, list[int]] = {}

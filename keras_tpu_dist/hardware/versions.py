@@ -109,20 +109,12 @@ def libtpu_version() -> Version | None:
 
 
 def tpu_faults(version: Version | None) -> tuple[TpuFault, ...]:
-    """The known faults of a version of libtpu.
-
-    Args:
-        version: As `libtpu_version` returns it.
-    """
+    """The known faults of a version of libtpu."""
     return tuple(fault for fault in TPU_FAULTS if fault.is_in(version))
 
 
 def warn_of_wrong_libtpu(faults: Iterable[TpuFault]) -> None:
-    """Warns once of every fault that nothing avoids.
-
-    Args:
-        faults: As `tpu_faults` returns them.
-    """
+    """Warns once of every fault that nothing avoids."""
     for fault in faults:
         if not fault.passes:
             log_once(
@@ -134,11 +126,7 @@ def warn_of_wrong_libtpu(faults: Iterable[TpuFault]) -> None:
 
 
 def version_text(version: Version | None) -> str:
-    """A version as text.
-
-    Args:
-        version: As `libtpu_version` returns it.
-    """
+    """A version as text."""
     return "of an unknown version" if version is None else ".".join(map(str, version))
 
 

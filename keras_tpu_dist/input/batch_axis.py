@@ -18,9 +18,6 @@ _without_sparse_arrays: set[Any] = set()
 def checked_batch_axis(batch_axis: Any) -> Any:
     """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts.
 
-    Args:
-        batch_axis: The structure, as `TPUStrategy` takes it.
-
     Returns:
         The structure, its lists as tuples.
 

@@ -238,9 +238,6 @@ class BatchPlacer:
     def describe(self, batch: Any) -> PlacedBatch:
         """The result of `place` for a batch of shapes, as `jax.ShapeDtypeStruct`, without any data.
 
-        Args:
-            batch: A structure of `jax.ShapeDtypeStruct`.
-
         Returns:
             The batch with padded shapes and shardings.
         """

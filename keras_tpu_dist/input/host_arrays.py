@@ -52,10 +52,6 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
 def check_numbers(name: str, leaf: Any) -> None:
     """Raises a `ValueError` if an array of a batch has text, or rows of different lengths.
 
-    Args:
-        name: Its name for errors.
-        leaf: The array, as NumPy converted it.
-
     Raises:
         ValueError: If it does.
     """

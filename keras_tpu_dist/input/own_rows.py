@@ -60,11 +60,7 @@ class OwnRowsPlacer(BatchPlacer):
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
     def place_many(self, batches: list) -> PlacedBatch | None:
-        """Transfers this process's rows for several steps at once. See `BatchPlacer.place_many`.
-
-        Args:
-            batches: One `ShardBatch` for every step.
-        """
+        """Transfers this process's rows for several steps at once. See `BatchPlacer.place_many`."""
         if len({batch.rows for batch in batches}) > 1:
             return None
         flat = [flatten(batch.batch) for batch in batches]

@@ -116,11 +116,7 @@ class Progress:
         self._start_epoch = _keras.shuffling_epoch(self._data_adapter)
 
     def drew_with(self, numbers: dict[str, Any]) -> None:
-        """Records the random numbers with which the order of an input was drawn ahead.
-
-        Args:
-            numbers: The result of `random_numbers` before that.
-        """
+        """Records the random numbers with which the order of an input was drawn ahead."""
         self._start = self._start or numbers
 
     def keep_states(self) -> None:
@@ -281,12 +277,7 @@ def position_before_first(epoch: dict[str, int] | None = None) -> InputPosition:
 
 
 def say_begins_anew(position: InputPosition, epoch: Mapping[str, int]) -> None:
-    """Logs that an epoch has other batches than those with which it was begun.
-
-    Args:
-        position: Where training stopped.
-        epoch: The epoch now. See `InputPosition`.
-    """
+    """Logs that an epoch has other batches than those with which it was begun."""
     logger.warning(
         "the epoch cannot be continued as it was begun: the checkpoint was saved after %d batches "
         "of %s, and now there are %s. The epoch begins anew, so some rows train twice in it. To "

@@ -165,10 +165,6 @@ def give_beside(layer: Any, saved: Mapping[str, Any], where: str) -> bool:
 def taking(layer: Any, where: str) -> Iterator[list]:
     """A context in which a layer loads something; what it yields has elements afterwards if
     something beside the variables has changed, so that programs are made anew.
-
-    Args:
-        layer: The layer.
-        where: Where it loads from, for errors.
     """
     before, changed = _attributes(layer), []
     try:

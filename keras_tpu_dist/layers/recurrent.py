@@ -40,11 +40,7 @@ _ELEMENT_WISE = {
 
 
 def translate(function) -> Activation | None:
-    """Our activation for a Keras activation, or None if there is none.
-
-    Args:
-        function: The function that `keras.activations.get` returned.
-    """
+    """Our activation for a Keras activation, or None if there is none."""
     name = getattr(function, "__name__", None)
     if name not in _ELEMENT_WISE or getattr(keras.activations, name, None) is not function:
         return None

@@ -131,9 +131,6 @@ class Flow:
     def cuts(self, ways: int) -> list[Cut]:
         """The cuts into a number of parts that need no communication between their kernels.
 
-        Args:
-            ways: The size of the mesh axis.
-
         Returns:
             The cuts; those that save the most bytes come first.
         """
@@ -250,12 +247,7 @@ class Flow:
         return any(root[node] == root[other] for product in made for other in product.free)
 
     def multiplies_by(self, weight: int, dim: int) -> bool:
-        """Whether each part of a weight multiplies its own part of values, as an expert its tokens.
-
-        Args:
-            weight: The number of the weight.
-            dim: The dimension that has the parts.
-        """
+        """Whether parts of a weight multiply their own parts of values, as an expert its tokens."""
         node = self.weights[weight][dim]
         root = self._together(self.sizes[node])
         made = [p for p in self.products if weight in p.weights]

@@ -214,13 +214,7 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
 def unequal_in(
     graph: Graph, weights: Container[int], scales: Scales
 ) -> list[tuple[Atom, tuple[int, ...]]]:
-    """Kernels whose features are separated into parts of unequal sizes, and the sizes.
-
-    Args:
-        graph: The program.
-        weights: As for `fused_in`.
-        scales: As for `fused_in`.
-    """
+    """Kernels whose features are separated into parts of unequal sizes, and the sizes."""
     users, outputs = _users(graph), set(map(id, graph.outputs))
     found = []
     for product in graph.operations:

@@ -351,14 +351,7 @@ def split_largest(
 
 
 def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes) -> Decision:
-    """The layout of an optimizer slot under ZeRO-1: its weight's, split over the data axes too.
-
-    Args:
-        weight: The layout of the slot's weight.
-        shape: The slot's shape.
-        mesh: The mesh.
-        data_axes: The axes that split the batch.
-    """
+    """The layout of an optimizer slot under ZeRO-1: its weight's, split over the data axes too."""
     used = set(names_in(weight.axes))
     if not used <= set(mesh.axis_names):
         return weight  # an error is raised when this layout is requested

@@ -337,12 +337,6 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
     """Validates a decision against a variable's shape and the mesh.
 
-    Args:
-        decision: The decision of a rule.
-        path: The variable's path, for the error.
-        shape: The variable's shape.
-        mesh: The mesh.
-
     Returns:
         The decision, unchanged.
 

@@ -101,11 +101,6 @@ def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
     memory. So element-wise operations are recomputed, and with them norms, up to their sums, and
     activations. For random numbers, the results of comparisons are kept, a byte each, and not the
     bits.
-
-    Args:
-        primitive: The operation.
-        *inputs: The shapes of its operands.
-        **params: Its parameters.
     """
     if primitive.name == "slice":
         # A small part is kept instead of the whole, such as the sums of flash attention.

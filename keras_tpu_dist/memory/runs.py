@@ -333,12 +333,7 @@ def _in_common(thing: Any) -> Hashable:
 
 
 def without_aliases(jaxpr: Any, notes: Tracing) -> Any:
-    """The program in which values that a block returns unchanged, such as a mask, keep their name.
-
-    Args:
-        jaxpr: The program, a `ClosedJaxpr`.
-        notes: The record of its trace.
-    """
+    """The program in which values that a block returns unchanged, as masks, keep their name."""
     names: dict[Any, Any] = {}
 
     def named(atoms):

@@ -331,12 +331,7 @@ class _Agreement:
 
 
 class _Disagreement(Exception):
-    """Process 0 found that the processes do not do the same.
-
-    Args:
-        failed: Whether a process failed.
-        received: What all processes do, in words.
-    """
+    """Process 0 found that the processes do not do the same."""
 
     def __init__(self, failed: bool, received: str):
         super().__init__(failed, received)
@@ -420,11 +415,7 @@ def opened(channel: Channel | None) -> None:
 
 
 def opened_by(opener: Callable[[], None]) -> None:
-    """Sets the function that opens the channel on first use.
-
-    Args:
-        opener: Called without arguments.
-    """
+    """Sets the function that opens the channel on first use."""
     global _opener
     _opener = opener
 

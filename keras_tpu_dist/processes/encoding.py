@@ -105,11 +105,6 @@ def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any
 def check_form(value: Any, form: Any, *, where: str) -> None:
     """Raises unless plain data has a form.
 
-    Args:
-        value: A result of `decoded`.
-        form: See `decoded`.
-        where: See `decoded`.
-
     Raises:
         PeerError: If it has another form.
     """

@@ -152,10 +152,6 @@ class Watch:
         A live process that is on its way is waited for, however long that takes. A process is not
         on its way if it is still inside a call that all had begun, or in a launch that this process
         did not make.
-
-        Args:
-            missing: The numbers of the missing processes.
-            waited_s: The seconds waited so far.
         """
         gone = {**self._read_ends(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
@@ -356,11 +352,7 @@ def at(where: str, inside: int) -> tuple[str, int] | None:
 
 
 def launched(outputs: Any) -> None:
-    """Records a launch, if this process is one of several. See `Watch.launched`.
-
-    Args:
-        outputs: A structure of the program's outputs.
-    """
+    """Records a launch, if this process is one of several. See `Watch.launched`."""
     if _watch is None:
         return
     arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]

@@ -62,12 +62,7 @@ class Equation:
         return self.equation.primitive.name
 
     def run(self, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list:
-        """Computes its results.
-
-        Args:
-            operands: Arrays.
-            params: Parameters of the equation to replace.
-        """
+        """Computes its results."""
         inputs = [core.Var(atom.aval) for atom in self.equation.invars]
         given = {**self.equation.params, **(params or {})}
         return self._run(self.equation.replace(invars=inputs, params=given), operands)

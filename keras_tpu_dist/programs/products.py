@@ -207,11 +207,7 @@ def _read_called(
 
 
 def operations(products: Sequence[MatrixProduct | Lookup]) -> float:
-    """The operations of products, each as often as it runs.
-
-    Args:
-        products: The products; look-ups have none.
-    """
+    """The operations of products, each as often as it runs."""
     return sum(p.flops * p.times for p in products if isinstance(p, MatrixProduct))
 
 

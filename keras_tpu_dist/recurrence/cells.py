@@ -308,11 +308,7 @@ class OneProduct:
         return jnp.concatenate([weights.kernel, weights.recurrent]), weights.bias
 
     def inputs_of(self, columns) -> Any:
-        """The activations' inputs, from the product with the weight of `joined`.
-
-        Args:
-            columns: `(batch, columns)`, the bias included.
-        """
+        """The activations' inputs, from the product with the weight of `joined`."""
         return columns
 
     def columns_back(self, coefficients, cotangent) -> Any:

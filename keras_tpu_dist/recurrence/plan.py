@@ -104,12 +104,7 @@ _DEFAULT_LIMIT = 16 * _MIB
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The properties of a TPU core that kernels depend on.
-
-    Args:
-        vmem_bytes: On-chip memory of one core.
-        cores: Cores that run one program together.
-    """
+    """The properties of a TPU core that kernels depend on."""
 
     vmem_bytes: int
     cores: int = 1
@@ -183,15 +178,6 @@ def fitted(
 
     Three quarters of the memory may be used. Rows are divided into as many parts as there are
     cores, or more if that makes room and leaves the matrix unit full.
-
-    Args:
-        cell: The recurrence.
-        sizes: The layer's sizes.
-        core: The chip's core.
-        length: The length of time in steps.
-        most: The maximal number of steps in one iteration; None for all of a few, else `STEPS`.
-        hoist: See `need`.
-        keep: See `need`.
     """
     for steps in _steps_of_blocks(length, most):
         for parts, reread in itertools.product(_cuts(sizes.batch, core.cores), (False, True)):

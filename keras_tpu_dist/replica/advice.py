@@ -24,11 +24,7 @@ _OF_VALUES = (
 
 
 def advise(error: Exception) -> None:
-    """Adds a note to an error that the function of `strategy.run` raised while it was traced.
-
-    Args:
-        error: The error.
-    """
+    """Adds a note to an error that the function of `strategy.run` raised while it was traced."""
     of_values = (
         jax.errors.ConcretizationTypeError,
         jax.errors.TracerArrayConversionError,

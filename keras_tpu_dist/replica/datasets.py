@@ -555,12 +555,7 @@ def in_step(
 
 
 def agreed_length(length: int | None, own: OwnInput | None) -> int | None:
-    """The number of steps that all processes run, if all know theirs.
-
-    Args:
-        length: The number in this process.
-        own: See `in_step`.
-    """
+    """The number of steps that all processes run, if all know theirs."""
     return length if own is None else own.length(length, ragged=False)[0]
 
 

@@ -34,11 +34,6 @@ def shard_map_body(jaxpr: Any) -> Any:
 def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[bool]:
     """Which outputs may differ from replica to replica.
 
-    Args:
-        jaxpr: The program of one replica.
-        inputs: For every input, whether it differs.
-        axes: The mesh axes of the replicas.
-
     Returns:
         For every output, whether it may differ. `False` is certain.
     """

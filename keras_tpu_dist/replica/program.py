@@ -188,12 +188,7 @@ class ReplicaProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def with_arguments(self, call: Call, steps: int = 1) -> tuple[Any, tuple[dict, list]]:
-        """The program, and its arguments, of which a launch overwrites nothing that is in use.
-
-        Args:
-            call: The arguments of the function.
-            steps: The number of steps.
-        """
+        """The program, and its arguments, of which a launch overwrites nothing that is in use."""
         run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, False))
         with self._buffers.lock:
             consumed = copies_apart(_keras.values_of(self._known.consumed))

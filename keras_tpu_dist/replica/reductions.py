@@ -80,10 +80,6 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
     number. Floating-point numbers keep their dtype; those with fewer than 32 bits are added up in
     float32. The maximum and the minimum have the dtype of the values.
 
-    Args:
-        op: A name of `REDUCTIONS`.
-        dtype: The dtype of the values.
-
     Raises:
         ValueError: For the maximum or minimum of complex numbers.
     """

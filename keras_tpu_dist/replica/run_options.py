@@ -152,12 +152,6 @@ class RunOptions(TensorFlowNames):
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
     """A host array padded to its bucket.
 
-    Args:
-        array: The array.
-        axis: The dimension whose length varies.
-        options: The options, which have the buckets.
-        name: The input's name, for the error.
-
     Raises:
         ValueError: If the length is 0 or longer than the largest bucket.
     """
@@ -233,11 +227,7 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
 
 
 def refilled(value: PerReplica) -> PerReplica:
-    """The value with ones in place of its padding.
-
-    Args:
-        value: The value, which does not change.
-    """
+    """The value with ones in place of its padding."""
 
     def with_ones(replica: int, block: np.ndarray) -> np.ndarray:
         block = block.copy()

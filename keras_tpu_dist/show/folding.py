@@ -199,9 +199,6 @@ def pattern_of(paths: Iterable[str]) -> str:
 def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
     """A short form of shapes: their number, and the smallest and the largest if they differ.
 
-    Args:
-        shapes: The shapes, at least one.
-
     Example:
 
     >>> shapes_text([(8,)]), shapes_text([(8,), (8,)]), shapes_text([(8, 4), (2, 2), (4, 4)])
@@ -214,9 +211,6 @@ def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def merged(texts: Iterable[str]) -> str:
     """Joins sentences that differ in numbers and quoted names.
-
-    Args:
-        texts: The sentences, at least one.
 
     Example:
 

@@ -171,12 +171,7 @@ class Page(Shown):
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A complete page, with its style and its script.
-
-    Args:
-        title: The page's title, as plain text.
-        parts: HTML.
-    """
+    """A complete page, with its style and its script."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -245,11 +240,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def definitions(words: Iterable[tuple[str, str]]) -> str:
-    """A list of terms with their meanings.
-
-    Args:
-        words: Terms and meanings, as plain text.
-    """
+    """A list of terms with their meanings."""
     items = (f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
     return f'<dl class="muted">{"".join(items)}</dl>'
 

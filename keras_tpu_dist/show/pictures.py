@@ -33,11 +33,7 @@ PANELS_SHOWN = 64
 
 
 def panels_left_out(panels: Sequence[tuple[str, Any]]) -> str:
-    """A note if there are more panels than a picture has room for, or `""`.
-
-    Args:
-        panels: All panels with their titles.
-    """
+    """A note if there are more panels than a picture has room for, or `""`."""
     if len(panels) <= PANELS_SHOWN:
         return ""
     first, last = panels[PANELS_SHOWN][0], panels[-1][0]
@@ -106,11 +102,7 @@ class Picture(Shown):
         raise NotImplementedError
 
     def figure(self, kind: Any) -> Any:
-        """The picture as a figure of matplotlib.
-
-        Args:
-            kind: The class `Figure`.
-        """
+        """The picture as a figure of matplotlib."""
         raise NotImplementedError
 
     def save(self, path: str) -> None:

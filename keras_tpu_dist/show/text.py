@@ -49,9 +49,6 @@ def size_text(count: float) -> str:
 def duration_text(seconds: float) -> str:
     """Seconds in readable units.
 
-    Args:
-        seconds: The duration in seconds, not negative.
-
     Example:
 
     >>> duration_text(0.0042)
@@ -312,9 +309,6 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> st
 
 def cell_html(text: str) -> str:
     """The text of a cell, in which a long path may break behind a slash.
-
-    Args:
-        text: The words, as plain text.
 
     Example:
 

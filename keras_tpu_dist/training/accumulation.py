@@ -114,11 +114,7 @@ class _Sum:
         return size // split_ways(self.total.mesh, self.whole_over(axes))
 
     def whole_over(self, axes: Sequence[str]) -> tuple:
-        """The layout of a device's own sum, which axes of the batch do not split.
-
-        Args:
-            axes: These axes.
-        """
+        """The layout of a device's own sum, which axes of the batch do not split."""
         entries = map(entry_names, self.total.layout.spec)
         return tuple(tuple(n for n in entry if n not in axes) or None for entry in entries)
 
@@ -144,13 +140,7 @@ def log_if_every_batch(trainer: Any, why: str) -> None:
 
 
 class Accumulation:
-    """A launch of small batches.
-
-    Args:
-        trainer: The model, whose optimizer accumulates gradients.
-        placer: Trims batches.
-        step: The step on a placed batch.
-    """
+    """A launch of small batches."""
 
     def __init__(self, trainer: Any, placer: BatchPlacer, step: Callable):
         self._trainer, self._placer, self._step = trainer, placer, step
@@ -159,11 +149,6 @@ class Accumulation:
 
     def launch(self, state: Any, batches: PlacedBatch, shardings: tuple) -> Any:
         """The outputs of the steps of a launch, and the state after it.
-
-        Args:
-            state: The state before.
-            batches: The stacked batches.
-            shardings: The layouts of the state.
 
         Returns:
             Both, or `None` if no gradient can be added up on each device.

@@ -78,12 +78,7 @@ class Buffers:
         self._made, self._left = [], []
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads a variable for a caller that may keep the array.
-
-        Args:
-            variable: The variable.
-            stock: Keras's own function that reads it.
-        """
+        """Reads a variable for a caller that may keep the array."""
         if not self._consumed:
             return stock(variable)
         with self._lock:

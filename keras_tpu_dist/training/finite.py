@@ -118,11 +118,6 @@ class FiniteWatch:
     def noted(self, outputs: Any, batch: PlacedBatch, steps: int) -> Any:
         """Takes the report out of a launch's outputs and reads those of earlier launches.
 
-        Args:
-            outputs: `(outputs of the step, report)`.
-            batch: The batch of the launch.
-            steps: The number of its steps.
-
         Returns:
             The outputs of the step.
         """
@@ -172,10 +167,6 @@ class FiniteWatch:
 
 def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
     """A train step that also takes and returns the health, and changes nothing once it is bad.
-
-    Args:
-        step: `(state, batch) -> (outputs, state)`.
-        mask: Which variables to check; see `FiniteWatch.mask`.
 
     Returns:
         `((*state, health), batch) -> ((outputs, report), (*state, health))`.

@@ -107,11 +107,7 @@ class FitControl:
         return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:
-        """The number of steps that a launch may have.
-
-        Args:
-            steps: The number it would have.
-        """
+        """The number of steps that a launch may have."""
         return steps if self.steps_left is None else min(steps, self.steps_left)
 
     def skip(self, most: int) -> int:

@@ -52,11 +52,7 @@ class Rest:
         return [self.value, *others]
 
     def compute(self, arrays: list) -> Any:
-        """The summand.
-
-        Args:
-            arrays: The arrays of `operands`.
-        """
+        """The summand."""
         value, *others = arrays
         for operation, side in self.path:
             given = [others.pop(0) for _ in _others(operation, side)]

@@ -95,10 +95,6 @@ class Options:
     def optional_for_compiler(self, mesh: Mesh, layout: Any) -> tuple[str, ...]:
         """The options of `for_compiler` that a dry run may leave out, because the user did not set
         them.
-
-        Args:
-            mesh: The mesh.
-            layout: The strategy's layout, or `None`.
         """
         first = mesh.devices.flat[0]
         return chosen_names(self.compiler_options, first, mesh.size, self._splits(layout))

@@ -39,14 +39,7 @@ class ModelRunner(Protocol):
     def running(
         self, strategy: Any, model: Any, name: str, arguments: Mapping[str, Any]
     ) -> AbstractContextManager:
-        """The context of a call that runs a model.
-
-        Args:
-            strategy: The distribution to be active.
-            model: The model.
-            name: The method that was called.
-            arguments: Its arguments, by name.
-        """
+        """The context of a call that runs a model."""
         ...
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:

@@ -288,9 +288,6 @@ class Runner:
     def host_batch(self, data: Any) -> Any:
         """Checks a batch of *_on_batch; the step function places it.
 
-        Args:
-            data: The host batch, `(x, y, sample_weight)`.
-
         Returns:
             The batch as arrays, not yet placed.
 

@@ -20,12 +20,7 @@ from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
 class _Step:
-    """One of Keras's steps, and its programs.
-
-    Args:
-        trainer: The model.
-        placer: Trims batches in the program.
-    """
+    """One of Keras's steps, and its programs."""
 
     kind: str
 

@@ -58,23 +58,13 @@ class Group:
     real: Any
 
     def product(self, rows: Any, kernels: Any, **options: Any) -> Any:
-        """Multiplies each row by the kernel of its expert.
-
-        Args:
-            rows: `(rows, features)`.
-            kernels: `(experts, features, units)`.
-            **options: Options of `jax.lax.ragged_dot`.
-        """
+        """Multiplies each row by the kernel of its expert."""
         # On TPU, rows of other devices and their gradients contain arbitrary numbers or NaN.
         # Neither the sums of tokens nor the gradients of kernels read them.
         return lax.ragged_dot(rows, kernels, self.sizes, **options)
 
     def of_experts(self, values: Any) -> Any:
-        """The value of each row's expert.
-
-        Args:
-            values: `(experts, ...)`.
-        """
+        """The value of each row's expert."""
         if not jnp.issubdtype(values.dtype, jnp.inexact):
             return jnp.take(values, self.expert, axis=0, mode="clip")
         # The gradient is a product too, which is faster than adding many rows to few experts.

@@ -64,11 +64,6 @@ def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[
     sends.
     on the axes that choose the branch. A permute waits for all devices, whatever it sends.
 
-    Args:
-        text: The compiled program.
-        sizes: The mesh axes and their sizes.
-        taken: The axes that choose the branch.
-
     Returns:
         The lines of the program with such exchanges.
     """

@@ -35,9 +35,5 @@ def narrow(index: Any) -> bool:
 
 
 def widened(index: Any) -> Any:
-    """An index of at least 32 bits.
-
-    Args:
-        index: An array of whole numbers.
-    """
+    """An index of at least 32 bits."""
     return index.astype("int32") if index.dtype.itemsize < 4 else index

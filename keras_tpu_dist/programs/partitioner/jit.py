@@ -271,11 +271,7 @@ def _hangs(exchanges: list[str]) -> str:
 
 
 def shapes_of(*args: Any) -> Hashable:
-    """The default key of a program: the structure, shapes and dtypes of its arguments.
-
-    Args:
-        *args: Arrays, numbers, or structures of them.
-    """
+    """The default key of a program: the structure, shapes and dtypes of its arguments."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
 

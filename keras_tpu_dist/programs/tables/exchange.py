@@ -272,12 +272,7 @@ class Lookups:
         return self.exchange(rows).at[place].get(mode="fill", fill_value=0)
 
     def look_up(self, table: Any, ids: Any) -> tuple[Any, Route]:
-        """The rows for a device's ids; zeros for ids without an owner.
-
-        Args:
-            table: The device's part of the table.
-            ids: Its ids.
-        """
+        """The rows for a device's ids; zeros for ids without an owner."""
         split, ids = self.split, self.ids(ids)
         route = self.route(ids)
         asked = rows_at(table, route.own)

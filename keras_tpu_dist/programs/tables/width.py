@@ -120,13 +120,7 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
 
 
 class ByWidth:
-    """A table that a step uses by its width.
-
-    Args:
-        split: The table's layout.
-        path: The table's path, for profiles.
-        reading: How the step uses it.
-    """
+    """A table that a step uses by its width."""
 
     def __init__(self, split: TableSplit, path: str, reading: Reading):
         self._split, self._reading = split, reading

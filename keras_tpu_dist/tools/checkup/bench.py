@@ -57,24 +57,13 @@ class Launcher:
     def run(self, job: Job, program: Callable[..., Any], *args: Any) -> Any:
         """Runs a program, and returns its outputs when they are ready.
 
-        Args:
-            job: The purpose of the launch.
-            program: A compiled function.
-            *args: Its arguments.
-
         Raises:
             HangError: If it takes longer than `patience_s`, without its compilation.
         """
         return self._waited(job, program(*args))
 
     def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
-        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs.
-
-        Args:
-            job: The purpose of the launch.
-            program: A compiled function.
-            *args: Its arguments.
-        """
+        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs."""
         begin = time.perf_counter()
         jax.block_until_ready(program(*args))
         return time.perf_counter() - begin

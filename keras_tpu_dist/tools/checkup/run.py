@@ -45,12 +45,7 @@ class Planned:
 
 
 def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
-    """All parts, in order.
-
-    Args:
-        model: The user's model, or `None`.
-        given: Its batch.
-    """
+    """All parts, in order."""
     own = [Planned("step", RIGHT, partial(own_step, model=model, given=given), 20.0)]
     timed = [Planned("step time", FAST, partial(own_step_time, model=model, given=given), 10.0)]
     return [

@@ -135,9 +135,6 @@ class Lowered:
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates.
 
-        Args:
-            calibration: The measurements, or `None`.
-
         Raises:
             ValueError: If they are from another chip, or the mesh is not a TPU slice.
         """
@@ -265,10 +262,6 @@ def _generating(
 def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tuple]]:
     """A model without memory, with the layouts of training under the strategy, and its batch's
     shapes.
-
-    Args:
-        step: The step.
-        notes: Assumptions are appended here.
 
     Yields:
         The model and the batch, of `jax.ShapeDtypeStruct`.
@@ -505,13 +498,7 @@ def _launch(
 def kernels_of(
     program: Callable, arguments: tuple, exported: jax.export.Exported
 ) -> tuple[Any, ...]:
-    """The equations of a program's hand-written kernels.
-
-    Args:
-        program: The program.
-        arguments: Its arguments, or their shapes.
-        exported: The program, exported for a TPU.
-    """
+    """The equations of a program's hand-written kernels."""
 
     def kernels(jaxpr: Any) -> Iterator[Any]:
         for equation in opened(jaxpr).eqns:
@@ -530,13 +517,6 @@ def export_step(
     step: Callable, state: Any, placed: Any, platform: str, notes: list[str]
 ) -> jax.export.Exported:
     """Lowers a step for a platform.
-
-    Args:
-        step: `(state, batch) -> (outputs, state)`, jitted.
-        state: The state as `jax.ShapeDtypeStruct`.
-        placed: The batch, likewise.
-        platform: `"tpu"` or `"cpu"`.
-        notes: Assumptions are appended here.
 
     Raises:
         ValueError: If the step calls host code for its effects.

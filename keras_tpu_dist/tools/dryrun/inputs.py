@@ -155,11 +155,7 @@ def _loss_at(losses: Any, path: tuple) -> Any:
 
 
 def symbolic(batch: Any) -> Any:
-    """A described batch as Keras's symbolic tensors.
-
-    Args:
-        batch: A structure of `jax.ShapeDtypeStruct`.
-    """
+    """A described batch as Keras's symbolic tensors."""
     return jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
 
 

@@ -10,11 +10,6 @@ from keras_tpu_dist.hardware.topology import Topology
 def grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
     """The axes, with the first data axis, or else that of time, as large as the slice allows.
 
-    Args:
-        axes: The axis sizes of a strategy.
-        data_axes: Those that split the batch.
-        topology: The slice.
-
     Raises:
         ValueError: If there is no such axis, or the other axes do not divide the slice.
     """

@@ -157,13 +157,7 @@ def _compile(job: dict) -> dict:
 
 
 def parts(compiled, exported, devices: list) -> dict:
-    """The part of each argument and result that each device has, as `execute` needs it.
-
-    Args:
-        compiled: The compiled program.
-        exported: Its `jax.export.Exported`.
-        devices: The devices, in the mesh's order.
-    """
+    """The part of each argument and result that each device has, as `execute` needs it."""
     import jax
 
     def cuts(shardings, shapes) -> list:

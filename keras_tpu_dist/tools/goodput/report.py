@@ -245,11 +245,7 @@ class _Run:
         self._now: str | None = None
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Adds a line.
-
-        Args:
-            record: A line from `records.read`.
-        """
+        """Adds a line."""
         what, at = record["what"], record["at"]
         if what == records.LAUNCH:
             self.close()

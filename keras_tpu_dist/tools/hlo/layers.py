@@ -74,11 +74,7 @@ def _are_jax(outer: str, inner: str) -> bool:
 
 
 def phase(op_name: str) -> str:
-    """`"backward"` for what differentiation transposed, else `"forward"`.
-
-    Args:
-        op_name: The name stack of an instruction.
-    """
+    """`"backward"` for what differentiation transposed, else `"forward"`."""
     return "backward" if "transpose(" in op_name else "forward"
 
 

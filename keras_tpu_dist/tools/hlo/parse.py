@@ -182,9 +182,6 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """The text of `name=...` up to the comma that ends it, with its braces and brackets.
 
-        Args:
-            name: The attribute's name, such as `"replica_groups"`.
-
         Returns:
             The text, or `None` without the attribute.
         """
@@ -219,9 +216,6 @@ class Instruction:
 
     def number(self, key: str) -> int | None:
         """The integer of `"key":"123"` in the compiler's own annotations.
-
-        Args:
-            key: The annotation's key, such as `"estimated_cycles"`.
 
         Returns:
             The integer, or `None` without the key.

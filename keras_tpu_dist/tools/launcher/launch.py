@@ -219,11 +219,7 @@ class _Start:
         self._ends: dict[int, _End] = {}
 
     def run(self, grace_s: float) -> Outcome:
-        """Starts all processes, and waits until all have ended.
-
-        Args:
-            grace_s: See `launch`.
-        """
+        """Starts all processes, and waits until all have ended."""
         self._reports.mkdir(parents=True)
         began = time.monotonic()
         last_s = grace_s

@@ -42,11 +42,7 @@ class Folded:
         self.frames: list[str] = []
 
     def take(self, line: str) -> Iterator[str]:
-        """Takes a line, and yields the lines to print now.
-
-        Args:
-            line: The line, without its end.
-        """
+        """Takes a line, and yields the lines to print now."""
         if not self._held:
             if line == _BEGIN:
                 self._held = [line]
@@ -169,12 +165,6 @@ class LogFile:
 
 class Reader:
     """Reads the output of one process, and prints it with the process's number in front.
-
-    Args:
-        lines: Its output.
-        number: The process's number.
-        path: The log file.
-        write: A function that prints a text.
 
     Attributes:
         folded: Its shortened tracebacks.

@@ -57,11 +57,7 @@ class Simulated:
         )
 
     def whole(self, results: list[list[Any]]) -> list[tuple[Any, float]]:
-        """Arrays from their parts, and how far devices that hold the same part differ.
-
-        Args:
-            results: What `launch` returns.
-        """
+        """Arrays from their parts, and how far devices that hold the same part differ."""
         outputs, shapes = self._parts["outputs"], self._parts["shapes"]
         return [_whole(*of) for of in zip(results, outputs, shapes, strict=True)]
 

@@ -25,9 +25,6 @@ _HEADER = re.compile(r"^(ENTRY )?([\w.\-]+) \{$", re.MULTILINE)
 def interpreted(equations: Iterable[Any]) -> Interpreter:
     """Finds the computation for a kernel among the equations of the traced step.
 
-    Args:
-        equations: Those of `pallas_call`.
-
     Returns:
         A function for `rewrite.runnable`. It refuses kernels that no equation belongs to, and
         those to which several different ones do.

@@ -114,15 +114,7 @@ def _check(strategy: _Strategy, topology: Topology) -> None:
 def lowered_run(
     strategy: _Strategy, topology: Topology, run: Any, arguments: tuple, steps: int = 1
 ) -> tuple[Lowered, tuple[Any, ...]]:
-    """A launch of `run`, ready for the compiler, and its hand-written kernels.
-
-    Args:
-        strategy: The strategy, on simulated devices.
-        topology: The slice.
-        run: The program, as `ReplicaProgram.with_arguments` returns it.
-        arguments: Its arguments.
-        steps: Its steps.
-    """
+    """A launch of `run`, ready for the compiler, and its hand-written kernels."""
     there = strategy.on_topology(topology, dict(strategy.mesh.shape))
     program = run.program(*arguments)
     # The program within the `jax.jit`: that may have the user's options for the compiler.

@@ -420,9 +420,6 @@ class TPUProgram:
     def run(self, texts: list[str]) -> list[list[Row] | str]:
         """Runs programs and compares their results.
 
-        Args:
-            texts: The programs of the TPU compiler.
-
         Returns:
             The comparisons of each, or the error of one that cannot be run.
 

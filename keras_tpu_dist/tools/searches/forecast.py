@@ -611,15 +611,7 @@ class Forecast:
 def forecast(
     facts: Facts, specs: Sequence[Spec], ground: Ground, rows: int, policy: str | None
 ) -> Forecast:
-    """Forecasts a train step.
-
-    Args:
-        facts: The facts about the model.
-        specs: The axes of every weight's dimensions.
-        ground: The mesh.
-        rows: Rows of all devices together.
-        policy: The remat policy.
-    """
+    """Forecasts a train step."""
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
     memory = memory_of(placed, policy)

@@ -157,16 +157,7 @@ def lowered_step(
     calibration: Calibration | None,
     tried: Tried,
 ) -> Lowered | Tried:
-    """Lowers a candidate's step; returns the candidate with the reason if that is not possible.
-
-    Args:
-        build: The build function.
-        topology: The slice.
-        given: The input.
-        cache: The cache of compilations.
-        calibration: Measurements on such chips.
-        tried: The candidate.
-    """
+    """Lowers a candidate's step; returns the candidate with the reason if that is not possible."""
     try:
         step = Subject(build, tried.candidate.strategy(topology), tried.rows, given)
         return lower_once(step, cache).calibrated(calibration)
@@ -177,14 +168,7 @@ def lowered_step(
 def compiled_step(
     cache: Cache | None, tried: Tried, lowered: Lowered, effort: str = "quick"
 ) -> Tried:
-    """A candidate with the compiler's report, or the reason why there is none.
-
-    Args:
-        cache: The cache of compilations.
-        tried: The candidate.
-        lowered: Its step.
-        effort: See `dry_run`.
-    """
+    """A candidate with the compiler's report, or the reason why there is none."""
     try:
         run = compile_once(lowered, How(effort, cache=cache))
     except _FAULTS as error:
