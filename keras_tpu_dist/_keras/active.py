@@ -43,11 +43,7 @@ seam.declare(
 
 
 def is_strategy(distribution: Any) -> bool:
-    """Whether a distribution is one that the seam serves.
-
-    Args:
-        distribution: Any `keras.distribution.Distribution`, or `None`, which is not one.
-    """
+    """Whether a distribution is one that the seam serves."""
     return isinstance(distribution, distribution_lib.Distribution) and hasattr(
         distribution, "runner"
     )

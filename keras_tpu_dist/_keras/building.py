@@ -249,9 +249,6 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
 def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     """An exported program without the closure of its gradient, so that it can be pickled.
 
-    Args:
-        exported: The result of `jax.export`, which does not change.
-
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """
     return dataclasses.replace(exported, _get_vjp=None)

@@ -177,9 +177,6 @@ def shuffling_epoch(data_adapter: Any) -> int | None:
     Keras 3.16 shuffles arrays and `PyDataset`s by a count in their adapter; 3.15 by NumPy's and
     Python's global random numbers.
 
-    Args:
-        data_adapter: Keras's adapter of the input, or `None`.
-
     Public replacement: none; `fit(initial_epoch=...)` does not reach the adapter.
     """
     stock = _stock_adapter(data_adapter)
@@ -202,9 +199,6 @@ def orders_ahead(data_adapter: Any) -> bool:
     """Whether an epoch's order is drawn when the epoch begins, before its first batch is read.
 
     This is so for a `PyDataset` with workers, which start then.
-
-    Args:
-        data_adapter: Keras's adapter of the input, or `None`.
 
     Public replacement: none.
     """

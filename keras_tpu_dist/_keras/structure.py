@@ -108,11 +108,7 @@ def _only(tensors: Any) -> Any:
 
 
 def producer(tensor: Any) -> Any:
-    """The operation that returned a symbolic tensor, or `None`; public replacement: none.
-
-    Args:
-        tensor: A `keras.KerasTensor` that an operation or `keras.Input` made.
-    """
+    """The operation that returned a symbolic tensor, or `None`; public replacement: none."""
     history = getattr(tensor, "_keras_history", None)
     return None if history is None else history.operation
 
@@ -250,10 +246,6 @@ def owner_of_loss(loss: Any, layers: list) -> Any:
 
     Keras identifies a layer's losses by their `id`, which another loss may get when this one is
     gone.
-
-    Args:
-        loss: The loss, in a scope that collects losses.
-        layers: The layers that may have added it.
 
     Returns:
         The layer; the first of them if it is none of them, or `None` if there are none.

@@ -736,12 +736,7 @@ def full_values(variables: list, reader: Any = None) -> list:
 
 
 def holds(variable: Any, value: Any) -> bool:
-    """Whether a value is the array of a variable itself, and not a copy or cast of it.
-
-    Args:
-        variable: A `keras.Variable`.
-        value: A value that was read from it.
-    """
+    """Whether a value is the array of a variable itself, and not a copy or cast of it."""
     return variable._value is value
 
 
@@ -785,11 +780,7 @@ def is_value_of(value: Any, variable: Any) -> bool:
 
 
 def forget_state(model: Any) -> None:
-    """Tells the trainer that the variables, not its own record, hold the state.
-
-    Args:
-        model: The model, which in Keras is the trainer.
-    """
+    """Tells the trainer that the variables, not its own record, hold the state."""
     model._jax_state = None
     model._jax_state_synced = True
 

@@ -136,11 +136,6 @@ def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
 def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
     """The number of blocks that a mask of padding and causality leaves, and that of all blocks.
 
-    Args:
-        time: Number of queries, before padding.
-        source: Number of keys, before padding.
-        is_causal: Whether query `i` sees only keys `0..i`.
-
     Example:
 
     >>> blocks_computed(1024, 1024, is_causal=True)
@@ -156,12 +151,7 @@ def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
 
 
 def blocks_scope(computed: int, blocks: int) -> str:
-    """The scope from which profiles and dry runs know how many blocks a kernel computes.
-
-    Args:
-        computed: Number of blocks that the kernel computes.
-        blocks: Number of all blocks.
-    """
+    """The scope from which profiles and dry runs know how many blocks a kernel computes."""
     return f"blocks_{computed}_of_{blocks}"
 
 

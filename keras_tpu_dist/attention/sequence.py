@@ -53,12 +53,7 @@ class Pieces:
 
     @classmethod
     def of(cls, devices: int, time: int) -> "Pieces":
-        """The pieces of a sequence: balanced if they fill the kernel's smallest block.
-
-        Args:
-            devices: The number of devices, which divides `time`.
-            time: The number of queries.
-        """
+        """The pieces of a sequence: balanced if they fill the kernel's smallest block."""
         return cls(devices, time, time % (2 * devices) == 0 and time // (2 * devices) >= LANES)
 
     @property
@@ -222,13 +217,7 @@ def causal_kernel(
 
 
 def kernel_specs(kernel: Any, mesh: Mesh, axis: str):
-    """How a kernel is split over the devices, as `shard_map` takes it.
-
-    Args:
-        kernel: The kernel.
-        mesh: The mesh.
-        axis: The axis that splits queries along time.
-    """
+    """How a kernel is split over the devices, as `shard_map` takes it."""
     return kernel.manual_sharding_spec(NamedSharding(mesh, P(None, axis)))
 
 

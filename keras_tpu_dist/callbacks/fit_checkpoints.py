@@ -288,11 +288,7 @@ class FitCheckpoints:
         self.resumed = Resumed(theirs.epoch)
 
     def put_back(self, *, log: bool) -> None:
-        """Restores model and callbacks to their state in the checkpoint.
-
-        Args:
-            log: Whether to log which callbacks are not restored.
-        """
+        """Restores model and callbacks to their state in the checkpoint."""
         resumed = self.resumed
         if resumed is None or resumed.manifest is None:
             return
@@ -330,12 +326,7 @@ class FitCheckpoints:
         self.place.done = min(max(self.place.done, batch + 1), self.fit.steps or batch + 1)
 
     def after_launch(self, steps: int, ends: bool) -> None:
-        """Counts a launch, and saves if a checkpoint is due.
-
-        Args:
-            steps: The train steps of the launch.
-            ends: Whether the process is about to end.
-        """
+        """Counts a launch, and saves if a checkpoint is due."""
         fit, place = self.fit, self.place
         self._variables = self._variables or _keras.state_variables(fit.trainer)
         place.standing = standing_of(fit.trainer, fit.callbacks, place.history, self._variables)
@@ -525,11 +516,7 @@ def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -
 
 
 def _check_processes(model: Any) -> None:
-    """Raises a `NotImplementedError` if one of several processes trains on its own devices.
-
-    Args:
-        model: The model that is about to train.
-    """
+    """Raises a `NotImplementedError` if one of several processes trains on its own devices."""
     if jax.process_count() > 1 and is_local(model):
         raise NotImplementedError(
             message(

@@ -153,12 +153,7 @@ def plain_attributes(callbacks: Sequence[Any]) -> dict[int, dict[str, Any]]:
 
 
 def say_what_is_not_saved(callbacks: Sequence[Any], before: Mapping[int, dict[str, Any]]) -> None:
-    """Logs once which attributes of users' callbacks changed, and are in no checkpoint.
-
-    Args:
-        callbacks: The callbacks of a fit.
-        before: The result of `plain_attributes` when it began.
-    """
+    """Logs once which attributes of users' callbacks changed, and are in no checkpoint."""
     for i, now in plain_attributes(callbacks).items():
         then = before.get(i, {})
         changed = [n for n, v in now.items() if n not in then or not _equal(then[n], v)]

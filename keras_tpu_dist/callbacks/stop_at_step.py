@@ -192,11 +192,6 @@ def reached_by(callbacks: Iterable) -> int | None:
 
 
 def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
-    """Whether training that a `StopAtStep` has stopped at this step is to continue.
-
-    Args:
-        callbacks: The callbacks of the fit that starts.
-        steps: The step, as `reached_by` returns it.
-    """
+    """Whether training that a `StopAtStep` has stopped at this step is to continue."""
     stops = [callback for callback in callbacks if isinstance(callback, StopAtStep)]
     return steps is not None and all(stop.more or stop.n > steps for stop in stops)

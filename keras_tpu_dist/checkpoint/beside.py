@@ -46,14 +46,7 @@ def load_values(layer: Any, values: Mapping[str, Any], where: str, models: Seque
 
 
 def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -> None:
-    """Lets layers compute what they keep of their variables, which have been loaded.
-
-    Args:
-        model: The model.
-        loaded: The variables that were loaded.
-        where: The file, for errors.
-        others: Layers that have loaded their state.
-    """
+    """Lets layers compute what they keep of their variables, which have been loaded."""
     ids = {id(variable) for variable in loaded}
     for layer in layers_with_more(model):
         mine = any(id(variable) in ids for variable in layer.variables)

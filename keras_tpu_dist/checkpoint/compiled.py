@@ -126,12 +126,7 @@ def _close(one: float | None, other: float | None) -> bool:
 
 
 def begin_averages(optimizer: Any, loaded: set[int]) -> None:
-    """Lets averages of weights that were not saved begin with the weights, not with zeros.
-
-    Args:
-        optimizer: The optimizer.
-        loaded: The `id`s of the variables that were loaded.
-    """
+    """Lets averages of weights that were not saved begin with the weights, not with zeros."""
     for name, slot, weight in _keras.slots_of_optimizer(optimizer):
         if name == "model_variables_moving_average" and id(slot) not in loaded:
             slot.assign(weight.value)

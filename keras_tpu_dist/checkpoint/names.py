@@ -304,10 +304,6 @@ def canonical(path: str) -> str:
 def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]:
     """Items in the order of the numbers in their paths, which is the order of their creation.
 
-    Args:
-        items: Anything that has a path.
-        path: A function from an item to its path.
-
     Example:
 
     >>> in_order_of_numbers(["dense_10/kernel", "dense_2/kernel", "dense/kernel"], str)
@@ -322,12 +318,7 @@ def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]
 
 
 def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Missing and unexpected paths for an error, with the nearest path of the other side.
-
-    Args:
-        missing: Paths of variables without a saved array.
-        unexpected: Saved paths without a variable.
-    """
+    """Missing and unexpected paths for an error, with the nearest path of the other side."""
     return [
         *(f"missing {path!r}{did_you_mean(path, unexpected)}" for path in missing),
         *(f"unexpected {path!r}{did_you_mean(path, missing)}" for path in unexpected),
@@ -350,12 +341,7 @@ def _form(entry: Entry, other: Entry) -> str:
 
 
 def renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:
-    """A saved path as the user has renamed it.
-
-    Args:
-        path: The path.
-        rename: Pairs of a regular expression and its replacement.
-    """
+    """A saved path as the user has renamed it."""
     for pattern, replacement in rename:
         path = re.sub(pattern, replacement, path)
     return path

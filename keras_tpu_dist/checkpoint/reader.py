@@ -160,9 +160,6 @@ class CheckpointReader:
     def agreed_steps(self, step: int | None = None) -> list[int]:
         """The steps of the newest run, the newest last; for all processes what process 0 sees.
 
-        Args:
-            step: The only step to use, of any run.
-
         Raises:
             CheckpointError: In all processes, if the directory cannot be read, or lacks `step`.
         """

@@ -87,13 +87,7 @@ def snapshot(
 
 
 def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...]:
-    """The arrays that callbacks saved, if they need at most the model's memory per callback.
-
-    Args:
-        manifest: The checkpoint's manifest.
-        model: The model that it was loaded into.
-        callbacks: The number of callbacks.
-    """
+    """The arrays that callbacks saved, if they need at most the model's memory per callback."""
     saved = manifest.arrays.get(EXTRA, ())
     numbers = sum(math.prod(array.entry.shape) for array in saved)
     most = callbacks * sum(math.prod(variable.shape) for variable in model.variables)

@@ -30,11 +30,6 @@ def split_ways(mesh: Mesh, axes: Axes) -> int:
 def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[str, ...] | None:
     """The entry that splits a dimension evenly into the most shards.
 
-    Args:
-        size: The dimension.
-        names: The mesh axes that may split it.
-        mesh: The mesh.
-
     Returns:
         An axis, a tuple of axes in mesh order, or `None` if none of them divides the dimension.
     """
@@ -43,12 +38,7 @@ def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[st
 
 
 def splitting_entries(names: Sequence[str], mesh: Mesh) -> list[str | tuple[str, ...]]:
-    """All entries that split a dimension over some axes, those into the most shards first.
-
-    Args:
-        names: The mesh axes that may split it.
-        mesh: The mesh.
-    """
+    """All entries that split a dimension over some axes, those into the most shards first."""
     usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
     choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
     # For equal sizes, fewer axes first.

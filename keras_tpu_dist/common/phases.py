@@ -133,12 +133,7 @@ def fitting() -> Iterator[None]:
 
 
 def turn(name: str, of: str | None = None) -> None:
-    """Replaces the current phase of this thread.
-
-    Args:
-        name: Its name.
-        of: The phase to replace; by default any.
-    """
+    """Replaces the current phase of this thread."""
     for timeline in _timelines.get():
         if of in (None, timeline.phase):
             timeline.turn(name)

@@ -39,21 +39,12 @@ def of_attribute(owner: str, name: str) -> str | None:
 
 
 def arguments_of(function: str) -> Mapping[str, str]:
-    """TensorFlow's arguments of a callable, and what to write instead of each.
-
-    Args:
-        function: The callable, as Python writes its name.
-    """
+    """TensorFlow's arguments of a callable, and what to write instead of each."""
     return answers()["arguments"].get(function, {})
 
 
 def of_argument(function: str, name: str) -> str | None:
-    """What to write instead of a TensorFlow argument, or `None` if it is not one.
-
-    Args:
-        function: The callable, as Python writes its name.
-        name: The argument.
-    """
+    """What to write instead of a TensorFlow argument, or `None` if it is not one."""
     return arguments_of(function).get(name)
 
 

@@ -228,11 +228,7 @@ WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """The generation with this device kind, or `None`.
-
-    Args:
-        device_kind: A `jax.Device.device_kind`, such as `"TPU v5 lite"`.
-    """
+    """The generation with this device kind, or `None`."""
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 

@@ -43,11 +43,7 @@ def _is_leaf(node) -> bool:
 
 
 def flatten(batch: Any) -> tuple[list, Any]:
-    """A batch's arrays and its structure; a sparse array is a single leaf.
-
-    Args:
-        batch: A structure (tuple, list, dict, `None`) of arrays.
-    """
+    """A batch's arrays and its structure; a sparse array is a single leaf."""
     leaves, structure = jax.tree.flatten(batch)
     if structure in _without_sparse_arrays:
         return leaves, structure

@@ -133,9 +133,6 @@ class BatchPlacer:
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded if its rows are not divisible.
 
-        Args:
-            batch: A structure (tuple, list, dict, `None`) of arrays.
-
         Returns:
             The batch on the devices.
 

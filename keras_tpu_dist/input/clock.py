@@ -179,10 +179,6 @@ class TimedInput:
 
     A thread reads batches on request, one at a time. If the input hangs, the thread cannot be
     ended, but it can be abandoned.
-
-    Args:
-        batches: The iterator.
-        timeout_s: The most seconds that one batch may take.
     """
 
     def __init__(self, batches: Iterator, timeout_s: float):

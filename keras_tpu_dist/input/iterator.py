@@ -216,9 +216,6 @@ class DeviceIterator:
     def skip(self, batches: int) -> int:
         """Reads batches and drops them.
 
-        Args:
-            batches: How many batches to read and drop.
-
         Returns:
             How many there were: fewer if the input ends before.
         """

@@ -295,10 +295,6 @@ def described_structure(node: Any) -> Any:
 def structure_of(described: Any, arrays: Iterator) -> Any:
     """Rebuilds a batch from its structure and its arrays.
 
-    Args:
-        described: The result of `described_structure`, maybe from another process.
-        arrays: The arrays, in order.
-
     Raises:
         PeerError: If it is not a structure, or one with another number of arrays.
     """

@@ -90,9 +90,6 @@ class InputShards:
     def of(self, batch_size: int) -> int:
         """The rows of a global batch that this process provides.
 
-        Args:
-            batch_size: The rows of all input shards together.
-
         Raises:
             ValueError: If there are fewer rows than input shards.
         """
@@ -107,9 +104,6 @@ class InputShards:
 
     def rows_of_blocks(self, rows: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The rows in every part of the batch: a shard fills its parts one after another.
-
-        Args:
-            rows: The number of rows of every input shard.
 
         Returns:
             The length of a part including padding, and the number of true rows in every part.

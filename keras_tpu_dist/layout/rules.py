@@ -275,11 +275,7 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
 
 
 def patterns(layout: Any) -> list[str]:
-    """The patterns of rules or of a stock layout map, in order; none for anything else.
-
-    Args:
-        layout: A layout in any form, or `None`.
-    """
+    """The patterns of rules or of a stock layout map, in order; none for anything else."""
     if isinstance(layout, LayoutRules):
         return [pattern for pattern, _ in layout.rules]
     return list(layout) if isinstance(layout, keras.distribution.LayoutMap) else []

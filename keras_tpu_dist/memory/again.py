@@ -68,11 +68,7 @@ def computed_again(
 
 
 def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention as a function of arrays, recomputed if a layer around it asks for that.
-
-    Args:
-        function: A function of arrays that returns an array.
-    """
+    """Attention as a function of arrays, recomputed if a layer around it asks for that."""
     return jax.checkpoint(function) if _around.get().attention else function
 
 

@@ -115,10 +115,6 @@ def read(values: Mapping, atom: Any) -> Any:
 def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
     """A block as a function of its inputs.
 
-    Args:
-        block: The block.
-        own: The inputs that differ from block to block.
-
     Returns:
         The function, and the dtypes of the inputs that it takes in a narrower dtype than the block.
     """

@@ -58,11 +58,7 @@ def assignments(variables: Sequence[Any]) -> dict[str, int]:
 
 
 def differ(answers: Sequence[dict[str, int]]) -> bool:
-    """Whether processes assigned different values.
-
-    Args:
-        answers: The result of `assignments` in every process.
-    """
+    """Whether processes assigned different values."""
     if len({answer.get(TIMES) for answer in answers}) > 1:
         return True
     return parts_differ(answers)

@@ -92,10 +92,6 @@ class Channel:
     def read(self, topic: str, form: Any = ANYTHING) -> dict[int, Any]:
         """The entry of every process, by its number, without processes that have not written one.
 
-        Args:
-            topic: A name.
-            form: The form of the entries. See `encoding.decoded`.
-
         Raises:
             PeerError: If an entry is anything else.
         """
@@ -165,13 +161,7 @@ class Channel:
         return agreement.as_reader(value) if self._process_id else agreement.as_writer(value)
 
     def awaited(self, topic: str, number: int, timeout_s: float) -> str | None:
-        """The text that a process wrote, or will write within some time; else `None`.
-
-        Args:
-            topic: A name.
-            number: The process.
-            timeout_s: The longest time to wait, in seconds.
-        """
+        """The text that a process wrote, or will write within some time; else `None`."""
         key, timeout_ms = f"{_PREFIX}/{topic}/{number}", max(1, round(1000 * timeout_s))
         try:
             return self._client.blocking_key_value_get(key, timeout_ms)

@@ -115,11 +115,6 @@ def check_form(value: Any, form: Any, *, where: str) -> None:
 def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
     """Raises unless a process could have an array of this shape and dtype.
 
-    Args:
-        shape: Its shape, as the process described it.
-        dtype: Its dtype, as the process described it.
-        where: The array's name for errors.
-
     Raises:
         PeerError: If not.
     """

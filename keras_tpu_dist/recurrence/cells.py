@@ -147,11 +147,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(Product):
-    """Products with a recurrent kernel whose units are split: a device has its units of all gates.
-
-    Args:
-        axes: Mesh axes over which the units are split.
-    """
+    """Products with a kernel whose units are split: a device has its units of all gates."""
 
     axes: tuple[str, ...] = ()
 
@@ -312,12 +308,7 @@ class OneProduct:
         return columns
 
     def columns_back(self, coefficients, cotangent) -> Any:
-        """The cotangent of those columns, and of the states apart from the product.
-
-        Args:
-            coefficients: The result of `Cell.coefficients` for this step.
-            cotangent: Cotangents of the states after the step.
-        """
+        """The cotangent of those columns, and of the states apart from the product."""
         raise NotImplementedError
 
     def retreat(self, product, recurrent, coefficients, cotangent):

@@ -90,12 +90,7 @@ def over_time(
 
 
 def steps_in_block(length: int, most: int) -> int:
-    """The largest divisor of `length` that is at most `most`.
-
-    Args:
-        length: Length of time in steps, at least 1.
-        most: Most steps in one block, at least 1.
-    """
+    """The largest divisor of `length` that is at most `most`."""
     return max(n for n in range(1, min(most, length) + 1) if length % n == 0)
 
 

@@ -140,12 +140,7 @@ class SavedStates(NamedTuple):
 
 
 def ready(loop: Loop, weights: Weights) -> Weights:
-    """Weights rounded once for all products, and biases in a shape that broadcasts against a step.
-
-    Args:
-        loop: How to run; its `product` defines the rounding.
-        weights: The weights in their own precision.
-    """
+    """Weights rounded once for all products, and biases which broadcast against a step."""
     kernel, bias, recurrent, recurrent_bias = weights
     return Weights(
         loop.product.weight(kernel),

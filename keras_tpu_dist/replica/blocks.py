@@ -61,11 +61,6 @@ def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
 def every_block(array: jax.Array, axis: int, strategy: Strategy) -> list[np.ndarray]:
     """All replicas' parts of an array on the host, in all processes.
 
-    Args:
-        array: The array.
-        axis: The dimension that is split over the replicas.
-        strategy: The strategy.
-
     Raises:
         PeerError: If not all processes read it.
     """

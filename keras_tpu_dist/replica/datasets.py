@@ -497,12 +497,7 @@ def _one_entry(options: RunOptions) -> bool:
 
 
 def check_attached(strategy: Strategy, what: str) -> None:
-    """Raises if a strategy has no attached devices, or those of only some of the processes.
-
-    Args:
-        strategy: The strategy.
-        what: The method that needs devices, for the error.
-    """
+    """Raises if a strategy has no attached devices, or those of only some of the processes."""
     if strategy.topology is not None:
         raise runtime_error(
             "A strategy for a slice without its chips can compile a model, but not run code.",

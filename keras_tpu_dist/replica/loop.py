@@ -146,11 +146,6 @@ def iterator_over(dataset: Any) -> DistributedIterator:
 def check_steps(where: str, outputs: str, **steps: int) -> None:
     """Checks the number of steps, and which results are requested.
 
-    Args:
-        where: The method, for errors.
-        outputs: `"last"` or `"all"`.
-        **steps: The number, by the name of the argument.
-
     Raises:
         ValueError: If one is something else.
     """

@@ -29,13 +29,7 @@ def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtype
 
 
 def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct:
-    """The shape of one replica's part of an array for `number` of them.
-
-    Args:
-        array: The array for all replicas, or a number.
-        place: How the replicas get it.
-        number: The number of replicas.
-    """
+    """The shape of one replica's part of an array for `number` of them."""
     whole = shape_of(array)
     shape = list(whole.shape)
     if place.stacked:

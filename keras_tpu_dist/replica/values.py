@@ -235,12 +235,7 @@ class DescribedValue:
 
     @classmethod
     def of(cls, value: Any, with_checksum: bool = False) -> "DescribedValue":
-        """The description of a host value.
-
-        Args:
-            value: A number or an array.
-            with_checksum: Whether other processes have this replica too.
-        """
+        """The description of a host value."""
         array = np.asarray(value)
         number = checksum(array) if with_checksum and array.dtype.kind not in "OSU" else 0
         return cls(type(value).__name__, array.shape, str(array.dtype), number)

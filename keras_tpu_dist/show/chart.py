@@ -47,10 +47,6 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
     A range of times is a line with the point in its middle. Points that do not fit in memory are
     hollow; points without a time have a row of their own.
 
-    Args:
-        points: The points; at least one has a time.
-        limit: HBM of one device, or `None`.
-
     Returns:
         An SVG.
     """

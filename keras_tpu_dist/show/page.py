@@ -182,23 +182,13 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def fragment(title: str, *parts: str) -> str:
-    """A part of a page, for the output of a notebook cell.
-
-    Args:
-        title: Its first line, as plain text, or `""`.
-        parts: HTML.
-    """
+    """A part of a page, for the output of a notebook cell."""
     head = f"<p><b>{html.escape(title)}</b></p>" if title else ""
     return f'<div class="ktd"><style>{_STYLE}</style>{head}{"".join(parts)}</div>'
 
 
 def sortable(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -> str:
-    """A table that sorts by a click on the head of a column.
-
-    Args:
-        header: The heads of its columns, as plain text.
-        rows: Its other rows; plain text is escaped here.
-    """
+    """A table that sorts by a click on the head of a column."""
     cells = [[c if isinstance(c, TableCell) else TableCell(c) for c in row] for row in rows]
     numeric = [any(_is_number(row[n]) for row in cells) for n in range(len(header))]
     heads = "".join(
@@ -227,11 +217,7 @@ def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> s
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """A legend of colours.
-
-    Args:
-        entries: Colours with their words, as plain text.
-    """
+    """A legend of colours."""
     keys = (
         f'<span class="key"><i style="background:{colour}"></i>{html.escape(words)}</span>'
         for colour, words in entries

@@ -64,11 +64,7 @@ def as_plain_text(renderable) -> str:
 
 
 def devices_text(piece: Any) -> str:
-    """A short form of the devices that hold a piece.
-
-    Args:
-        piece: A `Piece`, its device ids in ascending order.
-    """
+    """A short form of the devices that hold a piece."""
     ids = piece.devices
     if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]}-{ids[-1]}"
@@ -415,11 +411,6 @@ def svg_below(
     top: float, keys: Sequence[tuple[str, str]], lines: Sequence[str]
 ) -> tuple[float, list[str]]:
     """The legend and the notes below a picture.
-
-    Args:
-        top: The lower edge of the picture, in pixels.
-        keys: Colours with their words.
-        lines: Notes.
 
     Returns:
         The height of the legend and notes, and their SVG elements.

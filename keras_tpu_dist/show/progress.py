@@ -58,10 +58,6 @@ def listening(listener: Listener) -> Iterator[None]:
 def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
     """Work of several stages, reported to the listener if there is one.
 
-    Args:
-        work: The work.
-        of: The number of its stages; more may come.
-
     Yields:
         A function to call at the start of every stage, with its words.
 

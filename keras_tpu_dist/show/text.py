@@ -65,11 +65,6 @@ def duration_text(seconds: float) -> str:
 def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
     """A range in words; one number if both ends have the same text.
 
-    Args:
-        low: The lower end.
-        high: The upper end.
-        text: A function from a number to its text.
-
     Example:
 
     >>> span_text(0.0042, 0.0061, duration_text), span_text(1.0, 1.0, duration_text)
@@ -199,10 +194,6 @@ def fitting_columns(
 
 def wrapped(text: str, width: int) -> list[str]:
     """Wraps words into lines, all indented like the first; words that are too long break.
-
-    Args:
-        text: The words.
-        width: The largest number of letters in a line.
 
     Returns:
         The lines. Long words break after a slash or an underscore, or anywhere if necessary.

@@ -105,11 +105,7 @@ class _Sum:
     total: Total
 
     def bytes_per_device(self, axes: Sequence[str]) -> int:
-        """The bytes of a device's own sum.
-
-        Args:
-            axes: The mesh axes that split the batch.
-        """
+        """The bytes of a device's own sum."""
         size = math.prod(self.total.shape) * jnp.dtype(self.dtype).itemsize
         return size // split_ways(self.total.mesh, self.whole_over(axes))
 
@@ -125,12 +121,7 @@ def accumulates(trainer: Any) -> int:
 
 
 def log_if_every_batch(trainer: Any, why: str) -> None:
-    """Logs once that the gradients of every small batch are summed over the devices.
-
-    Args:
-        trainer: The model.
-        why: The reason, and what to do about it.
-    """
+    """Logs once that the gradients of every small batch are summed over the devices."""
     if batches := accumulates(trainer):
         log_once(
             f"model {trainer.name!r}: gradients are summed over the devices at every small batch, "
@@ -230,15 +221,7 @@ def _rows_of(batch: PlacedBatch) -> list[int]:
 
 
 class _StepOfLaunch:
-    """A step that adds up the gradients of each device's own rows.
-
-    Args:
-        graph: The step.
-        update: The update in it.
-        sums: The gradients that are added up so.
-        axes: The mesh axes that split the batch.
-        mesh: The mesh.
-    """
+    """A step that adds up the gradients of each device's own rows."""
 
     def __init__(
         self, graph: Graph, update: Equation, sums: list[_Sum], axes: tuple, mesh: jax.sharding.Mesh

@@ -61,11 +61,7 @@ class Buffers:
         return values
 
     def made(self, values: list) -> None:
-        """Records a launch's outputs, which the variables now hold.
-
-        Args:
-            values: The outputs, in the order of the variables.
-        """
+        """Records a launch's outputs, which the variables now hold."""
         self._made = values
 
     def rest(self) -> None:

@@ -67,13 +67,7 @@ class FitControl:
         phases.at_step(step)
 
     def launched(self, steps: int, batch: Any, outputs: Any) -> None:
-        """Calls the callbacks that observe launches.
-
-        Args:
-            steps: The number of steps in the launch.
-            batch: Its batch, or several.
-            outputs: Its outputs.
-        """
+        """Calls the callbacks that observe launches."""
         self.outputs = outputs
         if self.step is not None:
             self.step += steps
@@ -112,9 +106,6 @@ class FitControl:
 
     def skip(self, most: int) -> int:
         """Counts batches that are skipped because they were trained before.
-
-        Args:
-            most: The number of batches in a launch.
 
         Returns:
             How many of them to skip.

@@ -250,11 +250,7 @@ class Total:
         return cast(Mesh, self.layout.mesh)
 
     def scattered(self, axes: Sequence[str]) -> dict[int, tuple[str, ...]]:
-        """The dimensions that the layout splits evenly over axes of the batch, and over no other.
-
-        Args:
-            axes: The mesh axes that split the batch.
-        """
+        """The dimensions that the layout splits evenly over axes of the batch, over no other."""
         found = {}
         for dimension, names in enumerate(map(entry_names, self.layout.spec)):
             even = not names or self.shape[dimension] % axis_size(self.mesh, names) == 0

@@ -515,10 +515,6 @@ def _strategy_of(model: Any) -> Strategy | None:
 def chosen(variable: Any, layout: Any) -> Any:
     """Records that a layout is a strategy's choice, and not the user's.
 
-    Args:
-        variable: A `keras.Variable`.
-        layout: The layout it is about to get.
-
     Returns:
         The layout.
     """

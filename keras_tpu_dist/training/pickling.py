@@ -24,13 +24,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
-    """A mesh for pickling: device ids instead of devices, which only exist in this process.
-
-    Args:
-        mesh: The mesh.
-        given: The user's `mesh` argument.
-        topology: The slice, if it is not attached.
-    """
+    """A mesh for pickling: device ids instead of devices, which only exist in this process."""
     if topology is not None:
         return given if isinstance(given, DeviceAssignment) else dict(mesh.shape)
     if isinstance(given, DeviceAssignment):

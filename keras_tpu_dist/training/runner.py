@@ -194,11 +194,7 @@ class Runner:
         return forward(model, turns, self.placer, options)
 
     def serves(self, function: Any) -> bool:
-        """Whether a step function still belongs to the model's current variables.
-
-        Args:
-            function: The result of `make_function`, or a custom function.
-        """
+        """Whether a step function still belongs to the model's current variables."""
         return not isinstance(function, StepLoop) or function.serves()
 
     def training_begins(self, model: Any) -> None:

@@ -218,12 +218,7 @@ def _if_new(old, new, sharding: NamedSharding):
 
 
 def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, ...]:
-    """A state after a step of evaluation or prediction.
-
-    Args:
-        state: The state before it.
-        changes: The new values, `None` for unchanged ones.
-    """
+    """A state after a step of evaluation or prediction."""
     return tuple(
         [old if new is None else new for old, new in zip(before, after, strict=True)]
         for before, after in zip(state, changes, strict=True)

@@ -88,10 +88,6 @@ class Turns:
     def taken(self, name: str, model: Any) -> Iterator[bool]:
         """The context of a call.
 
-        Args:
-            name: `"fit"`, `"evaluate"`, and so on.
-            model: The model.
-
         Yields:
             Whether another thread's call runs too, so that this one must not change the model.
 
@@ -152,12 +148,7 @@ class Turns:
                 self._changed.notify_all()
 
     def check_free(self, name: str, model: Any) -> None:
-        """Raises a `RuntimeError` if another thread trains the model.
-
-        Args:
-            name: The operation: `"fit"`, `"compile"`, and so on.
-            model: The model.
-        """
+        """Raises a `RuntimeError` if another thread trains the model."""
         if self.elsewhere:
             raise runtime_error(
                 "One thread at a time trains a model, or compiles it.",

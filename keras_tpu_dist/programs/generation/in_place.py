@@ -71,9 +71,6 @@ class _Plan:
 def caches_in_place(function: Callable) -> Callable:
     """Rewrites the loops of a function so that they write caches in place; results are the same.
 
-    Args:
-        function: A function of arrays, in any structure.
-
     Example:
 
     >>> import jax, jax.numpy as jnp

@@ -42,11 +42,7 @@ def rows_are_whole() -> bool:
 
 
 def with_whole_rows(function: Callable) -> Callable:
-    """A function whose branches have whole rows.
-
-    Args:
-        function: A function of arrays that is traced.
-    """
+    """A function whose branches have whole rows."""
 
     @functools.wraps(function)
     def whole(*args):

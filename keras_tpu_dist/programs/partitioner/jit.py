@@ -100,11 +100,7 @@ class Jitted:
         return self._launched[kind]
 
     def trace(self, *args: Any) -> Any:
-        """The function traced, as `jax.jit` would compile it.
-
-        Args:
-            *args: The function's arguments, or `jax.ShapeDtypeStruct` for their arrays.
-        """
+        """The function traced, as `jax.jit` would compile it."""
         return self._plain.trace(*args)
 
     def lower(self, *args: Any) -> Any:

@@ -18,11 +18,7 @@ def in_compiled_code() -> bool:
 
 
 def mesh_here(mesh: Mesh) -> Any:
-    """The mesh for a layout: within a `shard_map` its own, in which some axes are manual.
-
-    Args:
-        mesh: The mesh to name outside of any `shard_map`.
-    """
+    """The mesh for a layout: within a `shard_map` its own, in which some axes are manual."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.manual_axes else mesh
 

@@ -198,11 +198,7 @@ class Lookups:
         return Sorted(number, owner, hashed, rows, owners, hashes)
 
     def level(self, ids: Sorted) -> Any:
-        """The number of times that rounds must be halved until the ids of each one fit.
-
-        Args:
-            ids: The sorted ids of a device.
-        """
+        """The number of times that rounds must be halved until the ids of each one fit."""
         capacity = self.capacity
         if not self.may_need_rounds:
             return jnp.zeros((), "int32")
@@ -237,11 +233,7 @@ class Lookups:
         return sent, jnp.where(here, place, self.places)
 
     def exchange(self, array: Any) -> Any:
-        """Sends each device its part of an array, and receives a part from each.
-
-        Args:
-            array: One part for each device, one after another.
-        """
+        """Sends each device its part of an array, and receives a part from each."""
         axes = self.split.exchanged
         if not axes:
             return array
@@ -315,11 +307,7 @@ class Lookups:
         return self.exchange(sent.ravel()), place
 
     def columns(self, gradients: Any) -> Any:
-        """Exchanges gradients of a device's ids for those of its columns, of all ids it looks up.
-
-        Args:
-            gradients: A row for each of its ids.
-        """
+        """Exchanges gradients of a device's ids for those of its columns of all ids it looks up."""
         traded = self.split.traded
         return lax.all_to_all(gradients, traded, 1, 0, tiled=True) if traded else gradients
 

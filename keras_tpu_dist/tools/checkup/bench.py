@@ -45,11 +45,7 @@ class HangError(RuntimeError):
 
 
 class Launcher:
-    """Starts programs and waits for their results. Tests replace it to simulate faulty devices.
-
-    Args:
-        patience_s: Seconds after which a launch counts as hanging.
-    """
+    """Starts programs and waits for their results. Tests replace it to simulate faulty devices."""
 
     def __init__(self, patience_s: float = HANGS_AFTER_S):
         self.patience_s = patience_s

@@ -18,9 +18,6 @@ FACTORS = "measured over estimate"
 def chip_of(device_kinds: Sequence[str]) -> Chip:
     """The chip that was checked.
 
-    Args:
-        device_kinds: The `device_kind` of the devices, for every check.
-
     Raises:
         ValueError: If it is not a known TPU, or the checks ran on different chips.
     """

@@ -411,12 +411,6 @@ def numbered(ids: Iterable[int], most: int = 8) -> str:
 def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
     """Names things by their numbers.
 
-    Args:
-        one: The singular.
-        several: The plural.
-        ids: The numbers.
-        most: The largest number of numbers to list.
-
     Example:
 
     >>> counted("process", "processes", [2, 0, 1], most=2)

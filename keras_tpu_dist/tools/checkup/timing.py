@@ -32,14 +32,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class _Timed:
-    """The measurements of a step in this process.
-
-    Args:
-        first: Seconds of the first launch, with its compilation.
-        later: Seconds of the fastest later launch.
-        profile: The times by layer, or `None`.
-        why: Why there is no profile, or `""`.
-    """
+    """The measurements of a step in this process."""
 
     first: float
     later: float

@@ -141,12 +141,6 @@ def run_compiler(
 ) -> tuple[dict[str, Any], str]:
     """Runs the compiler once.
 
-    Args:
-        lowered: The step.
-        job: From `job_of`.
-        timeout: Seconds after which the compiler is stopped.
-        where: What it compiles for, for messages.
-
     Returns:
         The process's result, with `"error"` if the program does not fit into HBM; and its log.
 
@@ -339,12 +333,6 @@ def run_job(
     job: dict[str, Any], environment: dict[str, str], timeout: float, where: str
 ) -> tuple[dict[str, Any], str]:
     """Runs a job in a process of its own.
-
-    Args:
-        job: What `tools.dryrun.worker` is to do.
-        environment: Environment variables to set.
-        timeout: Seconds after which the process is stopped.
-        where: What it is for, for messages.
 
     Returns:
         Its result and its log.

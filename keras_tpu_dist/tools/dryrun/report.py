@@ -435,9 +435,6 @@ def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]
 def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
     """The layers with most cycles, or with most operations if there are no cycles.
 
-    Args:
-        cost: The cost, whose layers are in that order.
-
     Returns:
         Per row: layer, billions of operations, megabytes of HBM traffic, cycles, their share in the
         backward pass, time of collectives. A last row has the number of layers left out.

@@ -42,10 +42,6 @@ class TokenLoop:
 def token_loop(jaxpr: Any, weight_bytes: Sequence[int]) -> TokenLoop | None:
     """The loop over tokens of a traced program.
 
-    Args:
-        jaxpr: The program, whose first inputs are the weights.
-        weight_bytes: Bytes of every weight on one device.
-
     Returns:
         The loop with the largest arrays, or `None` if the program has none.
     """

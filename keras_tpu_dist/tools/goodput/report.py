@@ -189,9 +189,6 @@ class GoodputReport(Page):
 def goodput_of(path: str | os.PathLike) -> GoodputReport:
     """Reads a goodput file.
 
-    Args:
-        path: A file that `launch --goodput` or `callbacks.Goodput` wrote.
-
     Raises:
         ValueError: If it cannot be read, or has no valid line.
     """

@@ -43,10 +43,6 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
     forward kernel has two products, that of dq three and that of dk and dv four, because both
     backward kernels recompute the logits.
 
-    Args:
-        instruction: The kernel.
-        operands: The instructions that it reads, in order.
-
     Returns:
         Two per multiply-add, or `None` for a kernel without such information.
 

@@ -181,11 +181,7 @@ class Reader:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end of the output.
-
-        Args:
-            timeout_s: The longest time to wait, in seconds.
-        """
+        """Waits for the end of the output."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -56,9 +56,6 @@ def _dumps_in(folder: str) -> list[_Dump]:
 def first_wrong(compiled: Runs) -> WrongPass | None:
     """The first pass after which the program computes something else, by halves.
 
-    Args:
-        compiled: The launch, whose finished program is wrong.
-
     Returns:
         The pass, or `None` if no program between the partitioner and the end can be run, or if
         the program is wrong as soon as it is partitioned.

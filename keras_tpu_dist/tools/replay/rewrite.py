@@ -90,13 +90,7 @@ class CannotRun(ValueError):
 
 @dataclass(frozen=True)
 class InterpretedKernel:
-    """A computation that replaces a hand-written kernel.
-
-    Args:
-        entry: The name of the computation.
-        text: It and all that it calls, as HLO.
-        is_tuple: Whether its result is a tuple.
-    """
+    """A computation that replaces a hand-written kernel."""
 
     entry: str
     text: str

@@ -193,13 +193,7 @@ def _check(
 
 
 def check_options(where: str, as_on_chip: bool, timeout: float) -> None:
-    """Checks what all verifications need.
-
-    Args:
-        where: The function, for errors.
-        as_on_chip: Whether products round as the chip does.
-        timeout: Seconds.
-    """
+    """Checks what all verifications need."""
     require(where, SECONDS, timeout=timeout)
     require(where, FLAG, as_on_chip=as_on_chip)
     if not has_libtpu():

@@ -87,13 +87,7 @@ class Facts:
 
 
 class DescribedModel:
-    """A model without memory, from which facts and layouts are derived.
-
-    Args:
-        model: The model.
-        batch: Its batch's shapes.
-        strategy: The strategy in whose scope it was built.
-    """
+    """A model without memory, from which facts and layouts are derived."""
 
     def __init__(self, model: keras.Model, batch: tuple, strategy: TPUStrategy):
         self._model, self._batch, self._strategy = model, batch, strategy
@@ -101,12 +95,7 @@ class DescribedModel:
         self._weights = [*model.trainable_variables, *model.non_trainable_variables]
 
     def facts(self, rows: int, policies: Sequence[str | None]) -> Facts:
-        """Traces the forward pass.
-
-        Args:
-            rows: The number of rows in the batch.
-            policies: The remat policies to trace.
-        """
+        """Traces the forward pass."""
         with plain_operations():
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trace = jax.make_jaxpr(forward)(*arguments)
@@ -178,13 +167,6 @@ def _bytes(leaf: Any) -> int:
 def describing(
     build: Build, strategy: TPUStrategy, given: Inputs, rows: int
 ) -> Iterator[DescribedModel]:
-    """The model of a build function, without memory.
-
-    Args:
-        build: See `keras_tpu_dist.dry_run`.
-        strategy: The strategy to build it under.
-        given: The input.
-        rows: The number of rows in the batch.
-    """
+    """The model of a build function, without memory."""
     with described(Subject(build, strategy, rows, given), []) as (model, batch):
         yield DescribedModel(model, batch, strategy)

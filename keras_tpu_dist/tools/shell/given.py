@@ -131,10 +131,6 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
 def model_of(name: str, command: str) -> keras.Model:
     """The model that a function makes.
 
-    Args:
-        name: `module:function` or `FILE.py:function`.
-        command: The command, for errors.
-
     Raises:
         ValueError: If the function returns no model.
     """
@@ -198,11 +194,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
 
 
 def layout_of(text: str | None) -> Any:
-    """A layout, from its name or a JSON file.
-
-    Args:
-        text: The word; `None` and `none` replicate.
-    """
+    """A layout, from its name or a JSON file."""
     if text is None or text == "none":
         return None
     if not text.endswith(".json"):
