@@ -178,11 +178,7 @@ def check_keras(replacements: Any = None) -> None:
 
 
 def raise_faults(names: Iterable[Reached]) -> None:
-    """Raises an `ImportError` with all names that this Keras lacks.
-
-    Raises:
-        ImportError: If it lacks one.
-    """
+    """Raises an `ImportError` with all names that this Keras lacks."""
     faults = [name.fault() for name in names]
     if any(faults):
         raise ImportError(

@@ -33,9 +33,6 @@ class Tiling:
 def tiling(length: int) -> Tiling:
     """Chooses the block size with the least cost for padding and for many small blocks.
 
-    Returns:
-        The `Tiling`.
-
     Example:
 
     >>> tiling(1024)

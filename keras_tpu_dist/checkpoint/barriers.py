@@ -122,9 +122,6 @@ def in_all(
         mark: A text that must be the same in all processes for what was read.
         alone: Whether this process reads without the others.
 
-    Returns:
-        The result of `read`.
-
     Raises:
         CheckpointError: If one of the processes raised it, and none another error.
         ValueError: If one of the processes raised another error, or has another mark.

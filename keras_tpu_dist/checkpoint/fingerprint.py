@@ -28,9 +28,6 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
     Args:
         arrays: JAX or NumPy arrays, with any dtype of JAX.
 
-    Returns:
-        The numbers.
-
     Example:
 
     >>> import jax.numpy as jnp

@@ -410,9 +410,6 @@ def logged(write: Callable[[], None]) -> bool:
 
     Args:
         write: The function; it raises a `CheckpointError` if it fails.
-
-    Returns:
-        Whether it was written.
     """
     try:
         write()

@@ -43,9 +43,6 @@ def message(
         name: A name that may be mistyped; with `choices`, adds a did-you-mean.
         choices: The valid spellings of `name`.
 
-    Returns:
-        The message.
-
     Example:
 
     >>> print(message(

@@ -70,11 +70,7 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool
 
 
 def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
-    """Like `append`, but logs a WARNING if the file cannot be written, so that the run continues.
-
-    Returns:
-        Whether it was written.
-    """
+    """Like `append`, but a file that cannot be written is a WARNING, so that the run continues."""
     try:
         return append(path, what, at, **fields)
     except OSError as error:

@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """A context in which a context variable has a value, in this thread only.
-
-    Yields:
-        The value.
-    """
+    """A context in which a context variable has a value, in this thread only."""
     token = variable.set(value)
     try:
         yield value

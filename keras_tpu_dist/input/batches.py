@@ -133,9 +133,6 @@ class BatchPlacer:
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded if its rows are not divisible.
 
-        Returns:
-            The batch on the devices.
-
         Raises:
             ValueError: If an array has no rows, does not have the declared batch axis or is not
                 numeric, or if the arrays differ in their number of rows.

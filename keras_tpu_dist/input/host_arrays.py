@@ -50,11 +50,7 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
 
 
 def check_numbers(name: str, leaf: Any) -> None:
-    """Raises a `ValueError` if an array of a batch has text, or rows of different lengths.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Raises a `ValueError` if an array of a batch has text, or rows of different lengths."""
     if np.dtype(leaf.dtype).kind not in "OSU":
         return
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}

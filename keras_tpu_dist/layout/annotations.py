@@ -183,9 +183,6 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
             those.
         mesh: The strategy's mesh.
 
-    Returns:
-        The outputs, with these layouts.
-
     Raises:
         ValueError: If a list or dict of layouts does not fit the outputs.
     """

@@ -102,9 +102,6 @@ class Placement:
 
         Args:
             path: The path of a layer with such an annotation.
-
-        Raises:
-            ValueError: If it does.
         """
         names = self._setting.mesh.axis_names
         for axes in layouts_in(self.annotations.outputs[path]):
@@ -138,9 +135,6 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
         model: A model, built or not.
         setting: The strategy's options.
         given: Returns the layout that the user gave a variable, or `None`.
-
-    Returns:
-        The placement.
     """
     notes = annotated(model)
     plan, outputs = None, {}

@@ -218,9 +218,6 @@ def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str
         rules: Patterns, or paths, with their axes; `"logical"` in them means all logical sub-axes
             of the mesh.
         axis_names: The mesh's axes.
-
-    Raises:
-        LayoutError: If there is such a rule; the error names the first one.
     """
     for pattern, axes in rules:
         names = names_in(spell_out(axes, axis_names))
@@ -252,9 +249,6 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
     Args:
         path: The path of a variable, or of a layer's output (`".../output"`).
         layout: The rules, in the form that the user gave.
-
-    Returns:
-        The decision, or `None` if no rule matches this path.
     """
     if isinstance(layout, LayoutRules):
         index = layout.match(path)
@@ -302,9 +296,6 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
         layout: `LayoutRules` or a stock `LayoutMap`.
         paths: The paths of a model's variables, and of its layers' outputs.
 
-    Returns:
-        The patterns, in order.
-
     Example:
 
     >>> dead_patterns(LayoutRules([("dense/kernal", ("model",))]), ["m/dense/kernel"])
@@ -332,9 +323,6 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
 
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
     """Validates a decision against a variable's shape and the mesh.
-
-    Returns:
-        The decision, unchanged.
 
     Raises:
         LayoutError: If the layout has more entries than the shape, or a split dimension is not

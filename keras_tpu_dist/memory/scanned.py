@@ -241,11 +241,7 @@ def _variables(equations: list) -> list:
 
 
 def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
-    """Runs a program.
-
-    Returns:
-        Its outputs.
-    """
+    """Runs a program."""
     program = opened(jaxpr)
     values = dict(zip(program.constvars, jaxpr.consts, strict=True)) | dict(
         zip(program.invars, inputs, strict=False)

@@ -447,9 +447,6 @@ def step_back(back, emit, d_after: State, d_h, mask_now):
         d_after: Cotangents of the states after the step, without `d_h`.
         d_h: Cotangent of the step's output, or None.
         mask_now: The step's mask, or None.
-
-    Returns:
-        The results of `back`.
     """
     if d_h is not None:
         d_after = (d_after[0] + d_h, *d_after[1:])

@@ -22,9 +22,6 @@ def check_unroll(unroll: bool | int) -> bool | int:
         unroll: True for all steps, False to leave the number open, or the number of steps in one
             iteration of the compiled loop.
 
-    Returns:
-        The value.
-
     Raises:
         ValueError: If it is neither a boolean nor a whole number of at least 1.
     """
@@ -301,9 +298,6 @@ def choose(
         segment: See `check_segment`.
         directions: 2 if two directions run in one loop; their input is projected before it.
         core: The core that a kernel would run on, or the reason why there can be none.
-
-    Returns:
-        The choice and its reason.
 
     Example:
 

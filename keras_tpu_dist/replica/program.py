@@ -166,9 +166,6 @@ class ReplicaProgram:
             steps: The number of steps.
             every: Whether to return the results of all steps, stacked, or of the last one.
 
-        Returns:
-            The function's results, each a `PerReplica`.
-
         Raises:
             ValueError: If padding changed a result, or an update of a variable.
         """

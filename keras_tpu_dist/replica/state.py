@@ -195,9 +195,6 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
             values may differ.
         already: The `id`s decided before.
 
-    Returns:
-        The `id`s of all variables to combine.
-
     Raises:
         ValueError: If one cannot be combined: a trainable weight (its gradients were not reduced),
             an integer, or an `"on_read"` variable without aggregation.

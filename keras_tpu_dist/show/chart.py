@@ -46,9 +46,6 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
 
     A range of times is a line with the point in its middle. Points that do not fit in memory are
     hollow; points without a time have a row of their own.
-
-    Returns:
-        An SVG.
     """
     most_bytes = _above(1.06 * max([*(p.bytes for p in points), limit or 0]), 1024.0)
     most_seconds = _above(1.06 * max(p.seconds[1] if p.seconds else 0.0 for p in points))

@@ -243,9 +243,6 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
         text: The page.
         path: The file; an existing file is replaced atomically. `None` to get the text.
 
-    Returns:
-        The text, or `None` if it was written to a file.
-
     Raises:
         ValueError: If the file's folder is missing, or it is a folder itself.
     """

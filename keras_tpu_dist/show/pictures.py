@@ -446,9 +446,6 @@ def picture_of_mesh(mesh: Mesh) -> MeshPicture:
 def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) -> TensorPicture:
     """Draws the slices of a tensor, and the devices that hold them.
 
-    Returns:
-        The picture.
-
     Example:
 
     >>> import jax, numpy as np

@@ -116,11 +116,7 @@ class FiniteWatch:
         return self.health
 
     def noted(self, outputs: Any, batch: PlacedBatch, steps: int) -> Any:
-        """Takes the report out of a launch's outputs and reads those of earlier launches.
-
-        Returns:
-            The outputs of the step.
-        """
+        """Takes the report out of a launch's outputs and reads those of earlier launches."""
         outputs, report = outputs
         structure = flatten(batch.data)[1]
         first = self._steps + 1

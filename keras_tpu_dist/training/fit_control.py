@@ -105,11 +105,7 @@ class FitControl:
         return steps if self.steps_left is None else min(steps, self.steps_left)
 
     def skip(self, most: int) -> int:
-        """Counts batches that are skipped because they were trained before.
-
-        Returns:
-            How many of them to skip.
-        """
+        """Counts batches that are skipped because they were trained before."""
         steps = min(most, self.batches_to_skip)
         self.batches_to_skip -= steps
         # Not the last one: it was saved before callbacks saw its end, so they see it now.

@@ -161,11 +161,7 @@ class StateGuard:
         return len(trained) == len(left) and all(map(operator.is_, left, trained))
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure.
-
-        Returns:
-            Outputs and new state.
-        """
+        """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure."""
         before = state
         if not self.kept:
             self._newest = state

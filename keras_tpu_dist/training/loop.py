@@ -72,9 +72,6 @@ class StepLoop:
                 call, which is updated.
             iterator: A `DeviceIterator`, or any iterator over host batches.
 
-        Returns:
-            Outputs and new state.
-
         Raises:
             StopIteration: At the end of the input.
         """

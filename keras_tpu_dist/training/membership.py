@@ -366,11 +366,7 @@ def given_layout(variable: Any) -> Any:
 
 
 def adopt(model: Any, strategy: Strategy) -> Membership:
-    """Moves all variables of a model that are not on the strategy's mesh yet, and logs it once.
-
-    Returns:
-        The model's membership.
-    """
+    """Moves all variables of a model that are not on the strategy's mesh yet, and logs it once."""
     turns = turns_of(model)
     with turns.lock:
         known = _members.get(model)
@@ -513,11 +509,7 @@ def _strategy_of(model: Any) -> Strategy | None:
 
 
 def chosen(variable: Any, layout: Any) -> Any:
-    """Records that a layout is a strategy's choice, and not the user's.
-
-    Returns:
-        The layout.
-    """
+    """Records that a layout is a strategy's choice, and not the user's."""
     chosen_mark.write(variable, layout)
     return layout
 

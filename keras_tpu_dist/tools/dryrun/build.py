@@ -187,9 +187,6 @@ def lower(
         steps: Steps of the launch; by default `steps_per_execution`, the most that it may be.
         to_run: Whether the program is to be run on simulated devices.
 
-    Returns:
-        The `Lowered` step.
-
     Raises:
         ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """

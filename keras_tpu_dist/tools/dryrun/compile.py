@@ -334,9 +334,6 @@ def run_job(
 ) -> tuple[dict[str, Any], str]:
     """Runs a job in a process of its own.
 
-    Returns:
-        Its result and its log.
-
     Raises:
         RuntimeError: If it ends without a result, or takes too long.
     """

@@ -26,9 +26,6 @@ def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> Strategy:
         strategy: The strategy, or `None` for the one that the model belongs to, or that is in
             scope.
         caller: The function that got them.
-
-    Returns:
-        The strategy.
     """
     if strategy is None:
         member = membership.of_model(build) if isinstance(build, keras.Model) else None

@@ -166,9 +166,6 @@ def analyze(
         layer_names: Names of the model's layers.
         steps: How many steps the program has.
 
-    Returns:
-        A `ProgramCost`, per device and step.
-
     Raises:
         ValueError: If the text is not a compiled program.
 

@@ -180,11 +180,7 @@ class Instruction:
         return match[1] if match else ""
 
     def attribute(self, name: str) -> str | None:
-        """The text of `name=...` up to the comma that ends it, with its braces and brackets.
-
-        Returns:
-            The text, or `None` without the attribute.
-        """
+        """The text of `name=...` up to the comma that ends it, with its braces and brackets."""
         start = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.attributes)
         if start is None:
             return None
@@ -215,11 +211,7 @@ class Instruction:
         return None if text is None else [int(n) for n in _INTEGER.findall(text)]
 
     def number(self, key: str) -> int | None:
-        """The integer of `"key":"123"` in the compiler's own annotations.
-
-        Returns:
-            The integer, or `None` without the key.
-        """
+        """The integer of `"key":"123"` in the compiler's own annotations."""
         at = self.attributes.find(f'"{key}":')
         match = _INTEGER.search(self.attributes, at) if at >= 0 else None
         return int(match[0]) if match else None
@@ -282,9 +274,6 @@ def parse(text: str) -> Program:
 
     Args:
         text: HLO of the TPU or the CPU compiler.
-
-    Returns:
-        The `Program`.
 
     Raises:
         ValueError: If it is no text, or has no entry computation.

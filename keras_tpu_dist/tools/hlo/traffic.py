@@ -269,11 +269,7 @@ def _update_bytes(computation: Computation, update: Instruction, k: int, scoped:
 def by_index(
     program: Program, computation: Computation, kernel: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """The scatter or gather that a kernel is, fusions looked into, and the computation it is in.
-
-    Returns:
-        Both, or `None` for a kernel that is neither.
-    """
+    """The scatter or gather that a kernel is, fusions looked into, and the computation it is in."""
     where, at = computation, kernel
     while at.opcode == "fusion":
         where = program.computations[at.called[0]]

@@ -157,9 +157,6 @@ def started_again(
         num_processes: The number of processes for the first start.
         restarts: The limits.
         goodput: The goodput file.
-
-    Returns:
-        The exit code of the last start.
     """
     loop = _Loop(restarts)
     while True:

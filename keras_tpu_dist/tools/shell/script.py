@@ -20,9 +20,6 @@ def check_script(script: str, as_module: bool) -> None:
     Args:
         script: A file, a folder with a `__main__.py`, or the name of a module.
         as_module: Whether it is the name of a module, as in `python -m`.
-
-    Raises:
-        ValueError: If there is no such program.
     """
     if as_module:
         _check_module(script)
