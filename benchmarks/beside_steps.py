@@ -391,7 +391,10 @@ def save_large():
     import orbax.checkpoint as ocp
 
     model = large_arrays()
-    with tempfile.TemporaryDirectory() as folder, ocp.PyTreeCheckpointer() as orbax:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ocp.PyTreeCheckpointer()) as orbax,
+    ):
         store, save = saves_of(model, os.path.join(folder, "ours"))
         other = os.path.join(folder, "orbax")
         runs = {"Orbax": lambda: orbax.save(other, orbax_of(model), force=True), "ours": save}
@@ -412,7 +415,10 @@ def restore_large():
     import orbax.checkpoint as ocp
 
     model = large_arrays()
-    with tempfile.TemporaryDirectory() as folder, ocp.PyTreeCheckpointer() as orbax:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ocp.PyTreeCheckpointer()) as orbax,
+    ):
         store, save = saves_of(model, os.path.join(folder, "ours"))
         save()
         store.close()

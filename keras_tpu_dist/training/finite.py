@@ -78,7 +78,8 @@ class FiniteWatch:
         mask: Which variables are checked, in the order of the training state without metrics.
             Variables that are infinite before training, such as masks of attention layers, are not
             checked.
-        health: The flags that the steps pass on beside the state; `None` before the first.
+        health: Whether all was finite, and the number of steps, which the steps pass on beside the
+            state; `None` before the first.
 
     Raises:
         ValueError: If a trainable variable is not finite already.
@@ -106,13 +107,13 @@ class FiniteWatch:
         self._unread: deque = deque()
 
     def health_on(self, mesh: Mesh) -> Any:
-        """The health for the next launch: whether all was finite, and the number of steps so far.
+        """The health for the next launch.
 
         Args:
-            mesh: The mesh on which these two scalars are replicated before the first launch.
+            mesh: The mesh on which it is replicated before the first launch.
         """
         if self.health is None:
-            self.health = put([np.bool_(True), np.int32(0)], [named_sharding(mesh)] * 2)
+            (self.health,) = put([np.array([1, 0], np.int32)], [named_sharding(mesh)])
         return self.health
 
     def noted(self, outputs: Any, batch: PlacedBatch, steps: int) -> Any:
@@ -134,30 +135,29 @@ class FiniteWatch:
         while self._unread and self.found is None:
             report, structure, outputs, launch = self._unread[0]
             due = all_of_them or len(self._unread) > _UNREAD_REPORTS
-            if not (due or report["bad"].is_ready()):
+            if not (due or report.is_ready()):
                 return
             self._unread.popleft()
-            if report["bad"]:
-                report = jax.tree.map(np.asarray, report)
+            report = np.asarray(report)
+            if report[0]:
                 self.found = self._explained(report, structure, outputs, launch)
                 self._on_found(self.found)
 
-    def _explained(self, report, structure, outputs, launch) -> NonFinite:
+    def _explained(self, report: np.ndarray, structure, outputs, launch) -> NonFinite:
         inputs = element_names(jax.tree.unflatten(structure, range(structure.num_leaves)))
-        losses = {
-            name: float(value)
-            for (name, _), value, bad in zip(
-                _losses(outputs), report["values"], report["losses"], strict=True
-            )
-            if bad
-        }
+        losses = [name for name, _ in _losses(outputs)]
+        sizes = [2, len(losses), len(losses), len(self._paths)]
+        (_, step), values, *flags = np.split(report, np.cumsum(sizes))
+        bad_losses, bad_paths, bad_inputs = (
+            [i for i, bad in enumerate(part) if bad] for part in flags
+        )
         return NonFinite(
-            int(report["step"]),
+            int(step),
             launch,
             self._iterations,
-            losses,
-            tuple(path for path, bad in zip(self._paths, report["variables"], strict=True) if bad),
-            tuple(name for name, bad in zip(inputs, report["inputs"], strict=True) if bad),
+            {losses[i]: float(values.view(np.float32)[i]) for i in bad_losses},
+            tuple(self._paths[i] for i in bad_paths),
+            tuple(inputs[i] for i in bad_inputs),
         )
 
 
@@ -169,38 +169,44 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
     """
 
     def watched(state, batch: PlacedBatch):
-        *state, (well, done) = state
+        *state, health = state
         outputs, new_state = step(tuple(state), batch)
         *groups, _ = new_state
         variables = [value for group in groups for value in group]
-        report = {
-            "losses": _flags([value for _, value in _losses(outputs)]),
-            "values": _stacked([jnp.mean(value) for _, value in _losses(outputs)]),
-            "variables": _flags(
-                [v if check else None for v, check in zip(variables, mask, strict=True)]
-            ),
-            "inputs": _flags(flatten(batch.data)[0]),
-            "step": done + 1,
-        }
-        good = well & ~jnp.any(report["losses"]) & ~jnp.any(report["variables"])
-        report["bad"] = ~good
+        losses = [value for _, value in _losses(outputs)]
+        values = jnp.array([jnp.mean(value) for value in losses], "float32")
+        of_losses = _flags(losses)
+        of_variables = _flags(
+            [v if check else None for v, check in zip(variables, mask, strict=True)]
+        )
+        bad = (health[0] == 0) | jnp.any(of_losses > 0) | jnp.any(of_variables > 0)
+        done = health[1] + 1
+        # One array: each output of a launch costs the host as much as a small callback.
+        report = jnp.concatenate(
+            [
+                jnp.stack([bad.astype("int32"), done]),
+                jax.lax.bitcast_convert_type(values, jnp.int32),
+                of_losses,
+                of_variables,
+                _flags(flatten(batch.data)[0]),
+            ]
+        )
         kept = [
-            [jnp.where(good, new, old) for new, old in zip(new_group, old_group, strict=True)]
+            [jnp.where(bad, old, new) for new, old in zip(new_group, old_group, strict=True)]
             for new_group, old_group in zip(new_state, state, strict=True)
         ]
-        return (outputs, report), (*kept, [good, done + 1])
+        return (outputs, report), (*kept, jnp.stack([1 - bad.astype("int32"), done]))
 
     return watched
 
 
-def first_bad(reports: Any) -> Any:
-    """The report of the first bad step of a launch, from all of them; the first if none is bad.
+def first_bad(reports: jax.Array) -> jax.Array:
+    """The report of the first bad step of a launch; that of the first step if none is bad.
 
     Args:
-        reports: The reports of `watched_step`, each array stacked along a first dimension of steps.
+        reports: The reports of `watched_step`, one row for each step.
     """
-    index = jnp.argmax(reports["bad"])
-    return jax.tree.map(lambda each: each[index], reports)
+    return reports[jnp.argmax(reports[:, 0])]
 
 
 def _losses(outputs) -> list[tuple[str, Any]]:
@@ -215,8 +221,8 @@ def _name(path) -> str:
 
 
 def _flags(values: list) -> jax.Array:
-    """For every value, whether it has NaN or infinity; `None` never does."""
-    return _stacked([_is_bad(value) for value in values], bool)
+    """For every value, 1 if it has NaN or infinity, which `None` never has, else 0."""
+    return jnp.array([_is_bad(value) for value in values], "int32")
 
 
 def _is_bad(value) -> Any:
@@ -225,10 +231,6 @@ def _is_bad(value) -> Any:
     if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return jnp.asarray(False)
     return ~jnp.all(jnp.isfinite(value))
-
-
-def _stacked(values: list, dtype: Any = "float32") -> jax.Array:
-    return jnp.stack([jnp.asarray(v, dtype) for v in values]) if values else jnp.zeros(0, dtype)
 
 
 def _finite_now(variable) -> bool:

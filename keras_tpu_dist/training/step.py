@@ -132,7 +132,7 @@ class _TrainStep(_Step):
         return super().of_launch(outputs), first_bad(report)
 
     def shardings(self):
-        health = [] if self._mask is None else [[self._replicated, self._replicated]]
+        health = [] if self._mask is None else [self._replicated]
         return (*super().shardings(), *health)
 
     def program(self, scanned, compiler_options):
