@@ -40,7 +40,7 @@ BLOCK = re.compile(
 )
 # Functions and methods that report: a page shows what they print.
 REPORTING = {
-    *("explain", "lint", "show", "dry_run", "compare", "search", "largest_batch", "diff"),
+    *("explain", "lint", "show", "dry_run", "compare", "search", "largest_batch", "diff", "advise"),
     *("restore", "freeze", "scan_blocks"),
 }
 SHELL = ("python -m keras_tpu_dist ", "ktd ")
@@ -272,11 +272,10 @@ def write(page: pathlib.Path, all_of_it: bool = False) -> None:
 
 
 def guides() -> list[pathlib.Path]:
-    """The pages below "Guides" in the site's navigation."""
-    nav = (ROOT / "mkdocs.yml").read_text().split("\n  - Guides:\n")[1]
-    part = re.match(r"(?:      - .*\n)+", nav)
-    assert part is not None
-    return [DOCS / name for name in re.findall(r": ([\w/]+\.md)$", part[0], re.MULTILINE)]
+    """The pages of the site's navigation before "Coming from", but for the quick start."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("  - Coming from:\n")[0]
+    names = re.findall(r": ([\w/]+\.md)$", nav, re.MULTILINE)
+    return [DOCS / name for name in names if name != "index.md"]
 
 
 def reports(block: Block) -> bool:

@@ -1,11 +1,15 @@
-"""A hook of MkDocs: long names in tables and long lines of output wrap where they may.
+"""A hook of MkDocs: long names and lines wrap where they may, and notebooks are part of the site.
 
 A table of output scrolls sideways as one piece; a sentence in it wraps, as in a terminal. Short
 names and numbers with their units stay whole.
 """
 
+import pathlib
 import re
 
+from mkdocs.structure.files import File
+
+_NOTEBOOKS = pathlib.Path(__file__).parents[1] / "examples" / "notebooks"
 # Longer names in a table may break behind a dot, a slash or a parenthesis, or before an underscore.
 _LONGEST_NAME = 24
 # Lines of code and of reports are no longer than this.
@@ -22,6 +26,28 @@ _ENTITY = re.compile(r"&#?\w+;")
 _TAG = re.compile(r"<[^>]*>")
 # A gap within a line is one between columns.
 _COLUMNS = re.compile(r"\S {2,}\S")
+
+
+def on_files(files, config):
+    """Adds the notebooks, which are outside of the folder of pages.
+
+    Args:
+        files: The files of the site.
+        config: MkDocs's configuration.
+    """
+    for path in sorted(_NOTEBOOKS.glob("*.ipynb")):
+        name = f"notebooks/{path.name}"
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Links to the notebooks as they are in the repository, for the site.
+
+    Args:
+        markdown: The page's text.
+    """
+    return markdown.replace("](../examples/notebooks/", "](notebooks/")
 
 
 def on_page_content(html: str, **_) -> str:

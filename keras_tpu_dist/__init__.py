@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from keras_tpu_dist.tools.dryrun.run import dry_run as dry_run
     from keras_tpu_dist.tools.replay import Verification as Verification
     from keras_tpu_dist.tools.replay import verify as verify
+    from keras_tpu_dist.tools.searches.advise import advise as advise
     from keras_tpu_dist.tools.searches.compare import compare as compare
     from keras_tpu_dist.tools.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.tools.searches.search import search as search
@@ -79,6 +80,7 @@ __all__ = [
     "ValueContext",
     "Verification",
     "__version__",
+    "advise",
     "assign",
     "callbacks",
     "checkpoints",
@@ -114,6 +116,7 @@ _LATER = {
     "LoopCheckpoint": "checkpoint",
     "checkpoints": "checkpoint",
     "restore": "checkpoint",
+    "advise": "tools.searches.advise",
     "compare": "tools.searches.compare",
     "compare_slices": "tools.searches.slices",
     "diff": "tools.dryrun.diff",

@@ -673,6 +673,17 @@ ROWS: dict[str, Row] = {
             "price": ("", "1.2", True, 0, -1, NAN, [], {}, {"v5e": 0}, {"v5f": 1.0}, {"v6e": 1.0}),
         },
     ),
+    "advise": Row(
+        ktd.advise,
+        lambda: {"build": made, "strategy": described(), "batch_size": 8},
+        {
+            "strategy": STRATEGY,
+            "effort": word("quik"),
+            "calibration": CALIBRATION,
+            **{name: values for name, values in OF_DRY_RUNS.items() if name != "mode"},
+            "batch_size": COUNT,
+        },
+    ),
     "largest_batch": Row(
         ktd.largest_batch,
         lambda: {"build": made, "strategy": described()},

@@ -77,6 +77,7 @@ PACKAGES = {
         "hardware",
         "input",
         "layout",
+        "memory",
         "programs",
         "show",
         "tools.hlo",
@@ -98,7 +99,7 @@ PACKAGES["strategy"] = {*PACKAGES} - {
 }
 PACKAGES["tools.searches"] = {
     *PACKAGES["tools.dryrun"],
-    "memory",
+    "layers",
     "programs.tables",
     "strategy",
     "tools.dryrun",

@@ -250,6 +250,15 @@ class Topology(Printed, TensorFlowNames):
         return f"{prefix}{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
+    def names(self) -> str:
+        """Both spellings, `"v5e-8 (v5e:2x4)"`; the name alone if there is no accelerator type."""
+        counted = self.chip.cores if self.chip.counts == "cores" else 1
+        usual = listed_shapes(self.chip)
+        if self.num_slices > 1 or self.shape not in usual:
+            return self.name
+        return f"{self.chip.name}-{math.prod(self.shape) * counted} ({self.name})"
+
+    @property
     def num_chips(self) -> int:
         """Chips of all slices."""
         return math.prod(self.shape) * self.num_slices

@@ -11,6 +11,7 @@ from keras_tpu_dist.tools.hlo.collectives import Collective
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
 
+GIB = 2**30
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=alert(1)>"
 
 

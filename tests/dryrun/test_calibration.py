@@ -65,7 +65,7 @@ def test_no_number_of_quick_effort_stands_without_its_range():
     )
     low, high = run.step_range
     text = str(run)
-    assert "effort quick" in text
+    assert 'effort="exact" narrows it' in " ".join(text.split())
     for name in (
         "step, estimate",
         "matrix units busy",

@@ -34,6 +34,7 @@ from keras_tpu_dist.programs.jaxprs import (
     with_equations,
     with_inner_jaxprs,
 )
+from keras_tpu_dist.tools.dryrun.changes import Levers, levers_of
 from keras_tpu_dist.tools.dryrun.inputs import (
     Inputs,
     check_batch_size,
@@ -105,6 +106,7 @@ class Lowered:
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
         launch: What is needed to run it, if asked for.
+        levers: What could be changed, for training.
     """
 
     mode: str
@@ -131,6 +133,7 @@ class Lowered:
     tokens_loop: TokenLoop | None = None
     calibration: Calibration | None = None
     launch: "Launch | None" = None
+    levers: Levers | None = None
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates.
@@ -234,6 +237,7 @@ def lower(
             model_flops=_flops(model, batch, mode, notes),
             notes=tuple(notes),
             tokens_loop=loop,
+            levers=levers_of(model, strategy, batch, steps) if mode == "train" else None,
             launch=_launch(program, state, placed, exported, batch) if to_run else None,
             **of_platform(strategy, platform),
         )

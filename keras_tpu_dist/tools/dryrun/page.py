@@ -1,7 +1,7 @@
 """The page of a dry run: memory by kind, times, layers, collectives over the torus."""
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keras_tpu_dist.hardware.torus import Torus
@@ -90,8 +90,7 @@ def memory_bars(run: "DryRun") -> Iterator[str]:
 def _head(run: "DryRun") -> Iterator[str]:
     verdict, words = VERDICTS[run.fits]
     yield f'<h1>{html.escape(run._subject())}: <span class="{verdict}">{words}</span></h1>'
-    if run.error:
-        yield f'<p class="bad">the compiler says: {html.escape(run.error)}</p>'
+    yield from html_lines(run._first_lines())
     limit = f" of {size_text(run.limit_bytes)}" if run.limit_bytes is not None else ""
     tiles = [("HBM on each device", f"{size_text(run.total_bytes)}{limit}")]
     if run.estimate is not None:
@@ -122,6 +121,8 @@ def _sections(run: "DryRun") -> Iterator[str]:
         if title.startswith(("largest", "gathered")) or title.endswith("hosts"):
             yield f"<h2>{html.escape(title[:1].upper() + title[1:])}</h2>{html_table(header, rows)}"
     yield from ["<h2>Notes</h2>", *remarks(run)] if run._remarks() else []
+    yield from html_lines(run._last_lines())
+    yield from said(run)
 
 
 def _kinds(run: "DryRun") -> Iterator[str]:
@@ -289,6 +290,19 @@ def _caption(
     lines += filter(None, [colours_left_out(len(torus.groups(run.mesh, axes)), "groups")])
     inner = "".join(f"<br>{html.escape(line)}" for line in lines)
     return f"<figcaption><b>axis {html.escape(names)}</b>{inner}</figcaption>"
+
+
+def html_lines(lines: Sequence[str]) -> list[str]:
+    """Lines of a report as one paragraph, none if there are none."""
+    return [f"<p>{'<br>'.join(map(html.escape, lines))}</p>"] if lines else []
+
+
+def said(run: "DryRun") -> list[str]:
+    """The compiler's whole message, folded."""
+    if not run.error:
+        return []
+    summary = "<summary>all that the compiler says</summary>"
+    return [f"<details>{summary}<pre>{html.escape(run.error)}</pre></details>"]
 
 
 def remarks(run: "DryRun") -> list[str]:

@@ -3,22 +3,41 @@
 import html
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
+from keras_tpu_dist.show.folding import families, kind_of
 from keras_tpu_dist.show.page import Page
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
-from keras_tpu_dist.tools.dryrun.figures import Estimate, exchanges
+from keras_tpu_dist.tools.dryrun.changes import Change
+from keras_tpu_dist.tools.dryrun.figures import CollectiveGroup, Estimate, exchanges
 from keras_tpu_dist.tools.dryrun.measured import Comparison, compare
-from keras_tpu_dist.tools.dryrun.page import VERDICTS, memory_bars, page_of, remarks
+from keras_tpu_dist.tools.dryrun.page import (
+    VERDICTS,
+    html_lines,
+    memory_bars,
+    page_of,
+    remarks,
+    said,
+)
 from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
 from keras_tpu_dist.tools.hlo import Buffer, ProgramCost
+from keras_tpu_dist.tools.hlo.analysis import LayerCost
 
 _FINDINGS_SHOWN = 3
-_TOP_LAYERS = 10
+# Rows of tables: the most, and the least share of the whole.
+_MOST_ROWS = 12
+_LEAST_SHARE = 0.01
+# Letters of the compiler's message in a report; it may have thousands of lines.
+_MOST_SAID = 300
+# Layers whose exchanges the compiler joined: "dense and 4 more".
+_MORE = re.compile(r" and (\d+) more$")
+_OF_LAYERS = ("flops", "hbm_bytes", "cycles", "backward_cycles", "link_seconds")
 
 Row = tuple[str, ...]
 # title, header, rows
@@ -74,6 +93,8 @@ class DryRun(Page):
         token_limit_s: Seconds to read the weights and the whole cache once, the minimum for a
             token; in mode `"generate"`.
         calibration: The measurements on such chips that were used, in words; empty if none.
+        changes: What to change, at most three changes with their effect by a count; see
+            `keras_tpu_dist.advise`, which compiles them.
         verification: With `verify=True`, the `Verification`: whether the program computes what one
             device does.
 
@@ -116,6 +137,7 @@ class DryRun(Page):
     prompt_range: tuple[float, float] | None = None
     token_limit_s: float | None = None
     calibration: str = ""
+    changes: tuple[Change, ...] = ()
     verification: Any = None
 
     @property
@@ -226,24 +248,22 @@ class DryRun(Page):
         )
 
     def __str__(self) -> str:
-        parts = [self._title()]
-        if self.error:
-            parts.append(f"the compiler says: {self.error}")
+        parts = [self._title(), *self._first_lines()]
         for title, header, rows in self._tables():
             parts.append(f"{title}\n{text_table(header, rows)}")
-        return "\n".join([*parts, *self._remarks()])
+        return "\n".join([*parts, *self._remarks(), *self._last_lines()])
 
     def _page(self) -> str:
         return page_of(self)
 
     def _blocks(self) -> list[str]:
         # A notebook runs no script, so tables cannot be sorted there.
-        error = [f"<p>the compiler says: {html.escape(self.error)}</p>"] if self.error else []
+        first, last = html_lines(self._first_lines()), html_lines(self._last_lines())
         tables = [
             f"<p>{html.escape(title)}</p>{html_table(header, rows)}"
             for title, header, rows in self._tables()
         ]
-        return [*error, *memory_bars(self), *tables, *remarks(self)]
+        return [*first, *memory_bars(self), *tables, *remarks(self), *last, *said(self)]
 
     @property
     def _of(self) -> str:
@@ -255,10 +275,33 @@ class DryRun(Page):
 
     def _subject(self) -> str:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh)
+        on_slice = self.compiled_for != "CPU"
+        where = Topology.parse(self.compiled_for).names if on_slice else self.compiled_for
         return (
             f"{self.mode} step, {self.parameters:,} parameters, batch {self.batch_size} on "
-            f"{self.compiled_for} ({axes})"
+            f"{where}, {axes}"
         )
+
+    def _first_lines(self) -> list[str]:
+        """Why it does not fit, and what to change."""
+        if self.fits is not False:
+            return []
+        needs = f"why: {size_text(self.total_bytes)} of {size_text(self.limit_bytes or 0)} a device"
+        parts = [f"weights and optimizer {size_text(self.state.lasting)}"]
+        if self.memory:
+            parts.append(f"activations and temporaries {size_text(self.memory['temporaries'])}")
+        first = (self.error or "").strip().partition("\n")[0]
+        said = [f"the compiler says: {first[:_MOST_SAID]} (all of it: run.error)"] if first else []
+        return [f"{needs}: {', '.join(parts)}", *self._advice(), *said]
+
+    def _last_lines(self) -> list[str]:
+        return [] if self.fits is False else self._advice()
+
+    def _advice(self) -> list[str]:
+        if not self.changes:
+            return []
+        title = "what to change (counted; ktd.advise compiles each)"
+        return [title, *(f"  {change}" for change in self.changes)]
 
     def _remarks(self) -> list[str]:
         grave = sum(finding.severity != "info" for finding in self.findings)
@@ -324,6 +367,9 @@ class DryRun(Page):
         e = self.estimate
         if e is None:
             return []
+        how = f"effort {self.effort}, bound by {e.bound}"
+        if self.effort == "quick" and e.span[0] < e.span[1]:
+            how = f'bound by {e.bound}; effort="exact" narrows it'
         return [
             ("matrix operations at peak", duration_text(e.compute)),
             ("HBM traffic at full speed", duration_text(e.hbm)),
@@ -333,7 +379,7 @@ class DryRun(Page):
             ("compiler's cycles at the clock", span_text(*e.kernels_span, duration_text)),
             (
                 f"{self._of}, estimate",
-                f"{e.span_words}, effort {self.effort}, bound by {e.bound}",
+                f"{e.span_words}, {how}",
             ),
             *self._rates(),
         ]
@@ -403,53 +449,86 @@ def _whole(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]:
-    """Rows of collectives, in groups with the same kind, axes, layer and overlap, longest first.
+def _shown(rows: list[tuple[Row, float]], columns: int, total: Row) -> list[Row]:
+    """Rows above one percent of the whole, the number of the others, and the total."""
+    whole = sum(amount for _, amount in rows)
+    shown = [row for row, amount in rows if amount >= _LEAST_SHARE * whole][:_MOST_ROWS]
+    left = len(rows) - len(shown)
+    if left:
+        shown.append((f"... {left} more", *([""] * (columns - 1))))
+    return [*shown, total] if len(rows) > 1 else shown
+
+
+def collective_rows(cost: ProgramCost) -> list[Row]:
+    """Rows of collectives of the same kind, axes, overlap and kind of layer, longest first.
 
     Args:
         cost: The cost of the program.
-        limit: The maximal number of rows; if there are more, a last row has the number left out.
 
     Returns:
         Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
-        layer.
+        layers. The last row has the total.
     """
-    rows = [
-        (
-            e.kind,
-            ",".join(e.axes) or "-",
-            e.network,
-            f"{e.bytes / 1e6:,.3f}",
-            f"{e.times:g}",
-            duration_text(e.seconds) if e.seconds else "-",
-            "yes" if e.overlapped else "no",
-            e.layer,
-        )
-        for e in exchanges(cost)
-    ]
-    if len(rows) > limit:
-        rows = [*rows[:limit], (f"... {len(rows) - limit} more", *([""] * 7))]
-    return rows
+    everything = list(exchanges(cost))
+    found = families(
+        everything,
+        lambda e: _MORE.sub("", e.layer),
+        lambda e: ((e.kind, e.axes, e.network, e.overlapped, _scale(e.bytes / e.times)), ""),
+        kind_of,
+    )
+    rows = []
+    for those in found:
+        first, sums = those.rows[0], _sums(those.rows)
+        more = sum(int(each) for e in those.rows for each in _MORE.findall(e.layer))
+        layers = f"{those.pattern} and {more} more" if more else those.pattern
+        cells = (first.kind, ",".join(first.axes) or "-", first.network, *sums)
+        row = (*cells, "yes" if first.overlapped else "no", layers)
+        rows.append((row, sum(e.seconds or e.bytes for e in those.rows)))
+    rows.sort(key=lambda row: -row[1])
+    return _shown(rows, 8, ("all", "", "", *_sums(everything), "", ""))
 
 
-def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
-    """The layers with most cycles, or with most operations if there are no cycles.
+def _scale(amount: float) -> int:
+    """Equal for about equal amounts, as those of equal blocks are."""
+    return round(math.log2(amount)) if amount > 1 else 0
+
+
+def _sums(those: Sequence[CollectiveGroup]) -> Row:
+    moved, times, seconds = (
+        sum(getattr(e, name) for e in those) for name in ("bytes", "times", "seconds")
+    )
+    return f"{moved / 1e6:,.3f}", f"{times:g}", duration_text(seconds) if seconds else "-"
+
+
+def layer_rows(cost: ProgramCost) -> list[Row]:
+    """Layers of the same kind, those with most cycles first, or with most operations.
+
+    Args:
+        cost: The cost.
 
     Returns:
-        Per row: layer, billions of operations, megabytes of HBM traffic, cycles, their share in the
-        backward pass, time of collectives. A last row has the number of layers left out.
+        Per row: layers, billions of operations, megabytes of HBM traffic, cycles, their share in
+        the backward pass, time of collectives. The last row has the total.
     """
-    rows = [
-        (
-            c.layer,
-            f"{c.flops / 1e9:,.3f}",
-            f"{c.hbm_bytes / 1e6:,.1f}",
-            f"{c.cycles:,}" if cost.cycles else "-",
-            f"{c.backward_cycles / c.cycles:.0%}" if c.cycles else "-",
-            duration_text(c.link_seconds) if c.link_seconds else "-",
+
+    def cells(name: str, layers: Sequence[LayerCost]) -> Row:
+        flops, moved, cycles, backward, link = (
+            sum(getattr(c, name) for c in layers) for name in _OF_LAYERS
         )
-        for c in cost.layers[:_TOP_LAYERS]
-    ]
-    if len(cost.layers) > _TOP_LAYERS:
-        rows.append((f"... {len(cost.layers) - _TOP_LAYERS} more", "", "", "", "", ""))
-    return rows
+        return (
+            name,
+            f"{flops / 1e9:,.3f}",
+            f"{moved / 1e6:,.1f}",
+            f"{cycles:,}" if cost.cycles else "-",
+            f"{backward / cycles:.0%}" if cycles else "-",
+            duration_text(link) if link else "-",
+        )
+
+    found = families(cost.layers, lambda c: c.layer, lambda c: (_scale(c.flops), ""), kind_of)
+    rows = []
+    for those in found:
+        amount = sum(c.cycles if cost.cycles else c.flops for c in those.rows)
+        many = f" ({len(those.rows)})" if len(those.rows) > 1 else ""
+        rows.append((cells(f"{those.pattern}{many}", those.rows), amount))
+    rows.sort(key=lambda row: -row[1])
+    return _shown(rows, 6, cells("all", cost.layers))

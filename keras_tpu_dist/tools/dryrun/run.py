@@ -17,6 +17,7 @@ from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.tools.dryrun.build import MODE, Build, Lowered, Subject, lower
 from keras_tpu_dist.tools.dryrun.cache import Cache, without_source_lines
+from keras_tpu_dist.tools.dryrun.changes import what_to_change
 from keras_tpu_dist.tools.dryrun.compile import (
     EFFORTS,
     Compiled,
@@ -274,11 +275,10 @@ def _report(
     layer = Attribution(lowered.layer_names).layer
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
-    notes += _remedies(lowered, total, measured, topology) if fits is False else []
     notes += _beside_the_step(lowered, topology)
     if cost is not None:
         notes += _uncounted(cost)
-    return DryRun(
+    run = DryRun(
         mode=lowered.mode,
         compiled_for=verdict.compiled_for,
         mesh=lowered.axes,
@@ -312,6 +312,8 @@ def _report(
         prompt_range=None if of_prompt is None else of_prompt.span,
         token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
     )
+    levers = lowered.levers
+    return run if levers is None else replace(run, changes=what_to_change(run, levers))
 
 
 def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
@@ -399,29 +401,3 @@ def _assumption(
         names = " and ".join(name.replace("_", " ") for name in chip.assumed)
         note += f"; Google publishes no {names} of {chip.name}, the one used here is assumed"
     return note
-
-
-def _remedies(
-    lowered: Lowered, total: int, measured: Compiled, topology: Topology | None
-) -> list[str]:
-    """Ways to make the program fit, by arithmetic."""
-    if topology is None:
-        return []
-    state = lowered.state.lasting
-    # the larger slice shows the bytes of activations before the compiler saves memory
-    temporaries = measured.memory.get("temporaries", total - state)
-    found = []
-    if state > topology.hbm_bytes / 2:
-        ways = dict(lowered.axes)
-        found.append(
-            f"weights and optimizer alone take {size_text(state)} a device on {ways}: "
-            'split them with a layout ("fsdp", "tensor_parallel" or rules), over more devices if '
-            "they are split already"
-        )
-    if temporaries > topology.hbm_bytes / 2:
-        found.append(
-            f"activations and other temporaries take {size_text(temporaries)}: a smaller "
-            'batch_size, mixed_bfloat16, or TPUStrategy(remat="full") would shrink them; '
-            "largest_batch() finds the batch that fits"
-        )
-    return found

@@ -36,6 +36,7 @@ class LayerCost:
         cycles: Estimated cycles of its kernels, as in `ProgramCost`.
         backward_cycles: The part of `cycles` in the backward pass.
         link_seconds: Time of its collectives at full link speed.
+        float32_bytes: The part of `hbm_bytes` in float32, by the arrays of each kernel.
     """
 
     layer: str
@@ -44,6 +45,7 @@ class LayerCost:
     cycles: int
     backward_cycles: int
     link_seconds: float
+    float32_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class ProgramCost:
 class _Tally:
     flops: int = 0
     hbm_bytes: int = 0
+    float32_bytes: int = 0
     cycles: int = 0
     backward_cycles: int = 0
     link_seconds: float = 0.0
@@ -188,7 +191,7 @@ def _of_a_step(cost_of: ProgramCost, steps: int) -> ProgramCost:
         return round(number / steps)
 
     def of_layer(layer: LayerCost) -> LayerCost:
-        names = ("flops", "hbm_bytes", "cycles", "backward_cycles")
+        names = ("flops", "hbm_bytes", "cycles", "backward_cycles", "float32_bytes")
         counts = {name: share(getattr(layer, name)) for name in names}
         return replace(layer, **counts, link_seconds=layer.link_seconds / steps)
 
@@ -288,10 +291,7 @@ def _cost(
         _count_products(program, run, attribution, tallies)
         _count_memory(program, run, attribution, wire, tallies)
         _count_collective(program, run, attribution, wire, tallies)
-    layers = [
-        LayerCost(name, t.flops, t.hbm_bytes, t.cycles, t.backward_cycles, t.link_seconds)
-        for name, t in tallies.layers.items()
-    ]
+    layers = [LayerCost(name, **vars(t)) for name, t in tallies.layers.items()]
     layers.sort(key=lambda c: (c.cycles, c.flops, c.hbm_bytes), reverse=True)
     return ProgramCost(
         flops=sum(c.flops for c in layers),
@@ -346,9 +346,17 @@ def _count_memory(
     op_name = _origin(program, run.instruction)
     tally = tallies.layer(attribution.layer(op_name) if op_name else OTHER)
     tally.hbm_bytes += moved
+    tally.float32_bytes += round(moved * _float32_share(run.computation, run.instruction))
     tally.cycles += cycles
     if phase(op_name) == "backward":
         tally.backward_cycles += cycles
+
+
+def _float32_share(computation: Computation, instruction: Instruction) -> float:
+    """The share of float32 in the arrays that an instruction reads and writes in HBM."""
+    arrays = [s for i in (instruction, *computation.operands(instruction)) for s in i.shapes]
+    everything = sum(s.hbm_bytes for s in arrays)
+    return sum(s.hbm_bytes for s in arrays if s.dtype == "f32") / everything if everything else 0.0
 
 
 def _count_collective(

@@ -1,0 +1,360 @@
+"""What to change about a step: a change, what it brings by a count, and the line of code."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import split_ways
+from keras_tpu_dist.hardware.topology import Topology, listed_shapes
+from keras_tpu_dist.layout.placement import bytes_of
+from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.memory.blocks import blocks
+from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.tools.hlo import ProgramCost
+from keras_tpu_dist.training.flops import count_tokens
+from keras_tpu_dist.training.protocol import Strategy
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.tools.dryrun.report import DryRun
+
+MOST_CHANGES = 3
+# A change is named if it brings so much of what it changes.
+_WORTH = 0.1
+# A batch, or a plan, is to fill this share of the memory: counts are not exact.
+_FILLED = 0.85
+# A batch is not made larger than this many times.
+_LARGEST_TIMES = 8
+# Steps shorter than this wait for Python, which starts them; see docs/device_loop.md.
+_SHORT_STEP = 1e-3
+# Layers read a weight forward and backward, and write its gradient.
+_TIMES_READ = 3
+# A matrix unit multiplies so many rows at once.
+_ROWS_AT_ONCE = 128
+_STEPS = 32
+_IN_BFLOAT16 = 'keras.config.set_dtype_policy("mixed_bfloat16") before the model'
+_RECURRENT = (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a program, and what it brings by a count.
+
+    Attributes:
+        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"layout"`, `"remat"`, `"slice"` or `"steps"`.
+        figure: What it changes: `"memory"`, `"HBM traffic"`, `"collectives"` (in bytes),
+            `"rows per second"` or `"launches"`.
+        before: The figure now.
+        after: The figure with the change, by a count.
+        line: The line of code.
+        value: The batch size, the plan, the policy, or the steps.
+    """
+
+    kind: str
+    figure: str
+    before: float
+    after: float
+    line: str
+    value: Any = None
+
+    @property
+    def factor(self) -> float:
+        """The figure with the change, relative to the one now."""
+        return self.after / self.before
+
+    def of(self, run: "DryRun") -> float | None:
+        """The figure of a compiled step, `None` if it has none.
+
+        Args:
+            run: The dry run, with the change or without it.
+        """
+        cost = run.cost
+        if self.figure == "memory":
+            return float(run.total_bytes)
+        if self.figure == "rows per second":
+            return run.samples_per_second
+        if cost is None or self.figure == "launches":
+            return None
+        if self.figure == "HBM traffic":
+            return float(cost.hbm_bytes)
+        return float(sum(c.bytes * c.times for c in cost.collectives))
+
+    @property
+    def effect(self) -> str:
+        """The effect in words."""
+        if self.figure in ("memory", "HBM traffic", "collectives"):
+            of = "a device" if self.figure == "memory" else "a step"
+            before, after = size_text(self.before), size_text(self.after)
+            return f"{self.figure} {before} to {after} {of}"
+        if self.figure == "rows per second":
+            return f"about {self.factor:.1f} times the rows per second"
+        return f"one launch from Python instead of {self.before:.0f}"
+
+    def __str__(self) -> str:
+        return f"{self.effect}: {self.line}"
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What of a model and its strategy could be changed.
+
+    Attributes:
+        in_float32: Names of the layers that compute in float32.
+        recurrent: Names of Keras's recurrent layers, with the share of their operations that stays
+            in the loop over time after `convert`.
+        plan: The plan that splits the state over the data axes, `"fsdp"` or `"fsdp and
+            tensor_parallel"`; `""` if it is split already, or cannot be.
+        planned_bytes: Weights and optimizer on one device, if a plan splits them over the data
+            axes; 0 if none can.
+        blocks: The number of repeated blocks that keep their activations.
+        block_bytes: Bytes of the outputs of these blocks on one device.
+        rows: Rows of a device, if products have no others, as those of pixels or tokens; else 0.
+        optimizer: The optimizer's name.
+        data_axes: The axes that split the batch.
+        steps: Steps of a launch.
+        topology: The slice, if it is known.
+    """
+
+    in_float32: frozenset[str]
+    recurrent: Mapping[str, float]
+    plan: str
+    planned_bytes: int
+    blocks: int
+    block_bytes: int
+    rows: int
+    optimizer: str
+    data_axes: tuple[str, ...]
+    steps: int
+    topology: Topology | None
+
+
+def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
+    """What of a model and its strategy could be changed.
+
+    Args:
+        model: The described model.
+        strategy: The strategy.
+        batch: The described batch, of all devices.
+        steps: Steps of a launch.
+    """
+    layers = _keras.flatten_layers(model)
+    plan, planned = _plan(model, strategy)
+    count, kept = _blocks(model, strategy, batch)
+    recurrent = dict(_recurrent(layers))
+    return Levers(
+        in_float32=frozenset(layer.name for layer in layers if layer.compute_dtype == "float32"),
+        recurrent=recurrent,
+        plan=plan,
+        planned_bytes=planned,
+        blocks=count,
+        block_bytes=kept,
+        rows=_rows_alone(batch[0], recurrent) // strategy.num_replicas_in_sync,
+        optimizer=model.optimizer.name,
+        data_axes=tuple(strategy.data_axes),
+        steps=steps,
+        topology=strategy.topology,
+    )
+
+
+def _plan(model: Any, strategy: Strategy) -> tuple[str, int]:
+    """A plan that splits the state over the data axes too, and its bytes on one device."""
+    layout = strategy.layouts.layout
+    if strategy.num_replicas_in_sync == 1 or not (layout is None or isinstance(layout, Planner)):
+        return "", 0
+    if layout is None:
+        planner, name = Planner("fsdp"), "fsdp"
+    elif layout.kind == "tensor_parallel":
+        planner, name = Planner("auto", memory_bytes=1), "fsdp and tensor_parallel"
+    else:
+        planner, name = layout, ""
+    plan = planner.plan(model, strategy.mesh, strategy.data_axes)
+    stored = [(v, v) for v in (*model.trainable_variables, *model.non_trainable_variables)]
+    slots = [(slot, weight) for _, slot, weight in _keras.optimizer_slots(model)]
+    stored += slots
+    split = {id(slot) for slot, _ in slots}
+    total = sum(bytes_of(v) for v in model.optimizer.variables if id(v) not in split)
+    for variable, weight in stored:
+        decision = plan.decision(weight)
+        ways = 1 if decision is None else split_ways(strategy.mesh, decision.axes)
+        total += bytes_of(variable) // ways
+    return name, total
+
+
+def _blocks(model: Any, strategy: Strategy, batch: Any) -> tuple[int, int]:
+    """The number of repeated blocks without remat, and the bytes of their outputs on a device."""
+    found = [layer for _, layer in blocks(model) if _keras.sublayers(layer)]
+    if strategy.options.remat is not None or len(found) < 2:
+        return 0, 0
+    rows = keras.tree.flatten(batch)[0].shape[0]
+    length = count_tokens(batch[0]) // rows
+    total = 0
+    for layer in found:
+        # Layers of a subclassed model have no `output`.
+        outputs = keras.tree.flatten(getattr(layer, "output", None))
+        if not all(isinstance(output, keras.KerasTensor) for output in outputs):
+            return 0, 0
+        for output in outputs:
+            sizes = [rows, *(length if size is None else size for size in output.shape[1:])]
+            total += math.prod(sizes) * np.dtype(output.dtype).itemsize
+    return len(found), total // strategy.num_replicas_in_sync
+
+
+def _rows_alone(x: Any, recurrent: Mapping[str, float]) -> int:
+    """The rows of the batch, if products have no others; else 0."""
+    leaves = keras.tree.flatten(x)
+    alone = all(len(leaf.shape) <= 2 for leaf in leaves) and not count_tokens(x)
+    return leaves[0].shape[0] if alone or recurrent else 0
+
+
+def _recurrent(layers: list) -> Iterator[tuple[str, float]]:
+    """Keras's recurrent layers, and the share of operations that stays in loops after `convert`."""
+    for layer in layers:
+        if type(layer) in _RECURRENT and layer.built:
+            features, units = layer.cell.kernel.shape[0], layer.units
+            # Of three products each, forward and backward, the state's two cannot leave.
+            yield layer.name, 2 * units / (3 * (features + units))
+
+
+def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
+    """The changes that bring most, by counts.
+
+    Args:
+        run: The dry run.
+        levers: What could be changed.
+    """
+    if run.mode != "train" or run.limit_bytes is None or run.cost is None or not run.memory:
+        return ()
+    room = run.limit_bytes * _FILLED
+    if run.fits:
+        crowded = run.total_bytes > room
+        found = [*(_smaller(run, levers) if crowded else ()), *_faster(run, levers)]
+    else:
+        found = list(_smaller(run, levers))
+        if all(change.after > room for change in found):
+            more = [*_fewer_rows(run), *_larger_slice(run, levers)]
+            found = [*found[: MOST_CHANGES - len(more)], *more]
+    return tuple(found[:MOST_CHANGES])
+
+
+def _argument(plan: str) -> str:
+    return f'layout="{plan}"' if plan == "fsdp" else 'layout=ktd.Planner("auto", memory_bytes=1)'
+
+
+def _smaller(run: "DryRun", levers: Levers) -> list[Change]:
+    """Changes that take less memory, the one that leaves least first."""
+    total, state, activations = run.breakdown_bytes, run.state.lasting, _activations(run)
+    found = []
+    if levers.plan and levers.planned_bytes < (1 - _WORTH) * state:
+        after = total - state + levers.planned_bytes
+        line = f"TPUStrategy(..., {_argument(levers.plan)})"
+        found.append(Change("layout", "memory", total, after, line, levers.plan))
+    if levers.blocks:
+        # Of a block, its output is kept; while it is computed again, all of its activations are.
+        kept = levers.block_bytes + activations // levers.blocks
+        line = 'TPUStrategy(..., remat="full")'
+        found.append(Change("remat", "memory", total, total - activations + kept, line, "full"))
+    if levers.in_float32:
+        after = total - activations // 2
+        found.append(Change("bfloat16", "memory", total, after, _IN_BFLOAT16))
+    found = [change for change in found if change.factor <= 1 - _WORTH]
+    return sorted(found, key=lambda change: change.after)
+
+
+def _activations(run: "DryRun") -> int:
+    """The temporaries without gradients, which do not depend on the rows."""
+    temporaries = run.memory["temporaries"]
+    return temporaries - min(temporaries, run.state.weights)
+
+
+def _faster(run: "DryRun", levers: Levers) -> Iterator[Change]:
+    """Changes that make a step shorter, or do more in it."""
+    cost, e = run.cost, run.estimate
+    if cost is None or e is None:
+        return
+    if levers.recurrent:
+        yield _converted(cost, levers.recurrent)
+    if e.span[1] < _SHORT_STEP:
+        if levers.steps == 1:
+            line = f"model.compile(..., steps_per_execution={_STEPS})"
+            yield Change("steps", "launches", _STEPS, 1, line, _STEPS)
+        yield from _more_rows(run, levers)
+        return
+    # Activations are halved. Weights, their gradients and update, and the loss stay in float32.
+    wide = sum(c.float32_bytes for c in cost.layers if {*c.layer.split("/")} & levers.in_float32)
+    halved = max(0, wide - _TIMES_READ * run.state.weights) / 2
+    if halved >= _WORTH * cost.hbm_bytes and e.bound in ("HBM", "kernels"):
+        after = cost.hbm_bytes - halved
+        yield Change("bfloat16", "HBM traffic", cost.hbm_bytes, after, _IN_BFLOAT16)
+    yield from _more_rows(run, levers)
+
+
+def _converted(cost: ProgramCost, layers: Mapping[str, float]) -> Change:
+    """Recurrent layers whose products for all times are computed at once."""
+
+    def share(name: str) -> float:
+        return next((layers[part] for part in name.split("/") if part in layers), 1.0)
+
+    line = "model = ktd.convert(model)"
+    sent = sum(c.bytes * c.times for c in cost.collectives)
+    # In a loop, gradients of weights are summed over devices at every time; after it, once.
+    after = sum(c.bytes * (1 if share(c.layer) < 1 else c.times) for c in cost.collectives)
+    if after < sent / 2:
+        return Change("convert", "collectives", sent, after, line)
+    read = sum(c.hbm_bytes * share(c.layer) for c in cost.layers)
+    return Change("convert", "HBM traffic", cost.hbm_bytes or 1, read, line)
+
+
+def _more_rows(run: "DryRun", levers: Levers) -> Iterator[Change]:
+    """A larger batch, if much of a step does not depend on the rows."""
+    cost, e = run.cost, run.estimate
+    if cost is None or e is None or run.limit_bytes is None:
+        return
+    per_row = _activations(run) + run.state.inputs
+    room = (run.limit_bytes * _FILLED - run.total_bytes) / max(1, per_row)
+    times = min(2 ** int(math.log2(room + 1)) if room > 0 else 1, _LARGEST_TIMES)
+    # Gradients are summed, and weights updated, once in a step of any size.
+    sums = sum(
+        c.total_seconds
+        for c in cost.collectives
+        if {*c.axes} <= {*levers.data_axes} and c.phase == "backward" and not c.asynchronous
+    )
+    update = sum(c.cycles for c in cost.layers if levers.optimizer in c.layer.split("/"))
+    share = min(1.0, (update / max(1, cost.cycles)) * e.kernels / e.step + sums / e.step)
+    now = run.batch_size / e.step
+    rows = levers.rows
+    grown = max(times * rows, _ROWS_AT_ONCE) / max(rows, _ROWS_AT_ONCE) if rows else times
+    after = times * now / (share + grown * (1 - share))
+    if times > 1 and after >= (1 + _WORTH) * now:
+        rows = times * run.batch_size
+        line = f"batch_size={rows}"
+        yield Change("batch", "rows per second", now, after, line, rows)
+
+
+def _fewer_rows(run: "DryRun") -> Iterator[Change]:
+    """A smaller batch, if the rest fits."""
+    total, of_rows = run.breakdown_bytes, _activations(run) + run.state.inputs
+    room = (run.limit_bytes or 0) * _FILLED - (total - of_rows)
+    rows = int(room / max(1.0, of_rows / run.batch_size))
+    if rows >= 1 and run.batch_size > rows >= run.devices:
+        after = total - of_rows + rows * of_rows / run.batch_size
+        yield Change("batch", "memory", total, after, f"batch_size={rows}", rows)
+
+
+def _larger_slice(run: "DryRun", levers: Levers) -> Iterator[Change]:
+    """The smallest larger slice whose chips together hold the state, split over all of them."""
+    slice_, total = levers.topology, run.breakdown_bytes
+    if slice_ is None or not levers.planned_bytes:
+        return
+    split = total - run.state.lasting + levers.planned_bytes
+    for shape in listed_shapes(slice_.chip):
+        larger = Topology(slice_.chip, shape)
+        after = split * slice_.num_devices / larger.num_devices
+        if larger.num_devices > slice_.num_devices and after <= slice_.hbm_bytes * _FILLED:
+            plan = f", {_argument(levers.plan)}" if levers.plan else ""
+            line = f'TPUStrategy(...{plan}, topology="{larger.name}")'
+            yield Change("slice", "memory", total, after, line, levers.plan)
+            return

@@ -1,0 +1,253 @@
+"""What a report says to change: the counts, their words, and what the compiler says of them."""
+
+import importlib.util
+from dataclasses import replace
+
+import keras
+import pytest
+from compile_only import lower
+from made import GIB, collective, made_run
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.tools.dryrun.changes import Levers, what_to_change
+from keras_tpu_dist.tools.dryrun.report import collective_rows, layer_rows
+from keras_tpu_dist.tools.hlo.analysis import LayerCost
+
+L = keras.layers
+LEVERS = Levers(
+    in_float32=frozenset(),
+    recurrent={},
+    plan="",
+    planned_bytes=0,
+    blocks=0,
+    block_bytes=0,
+    rows=0,
+    optimizer="adam",
+    data_axes=("data",),
+    steps=32,
+    topology=ktd.Topology.parse("v5e:4x4"),
+)
+
+
+def blocks(width=256, count=4):
+    x = inputs = keras.Input((width,))
+    for n in range(count):
+        x = x + keras.Sequential([L.Dense(4 * width, "gelu"), L.Dense(width)], name=f"b_{n}")(x)
+    model = keras.Model(inputs, x)
+    model.compile("adam", "mse")
+    return model
+
+
+def lstm(units=128):
+    layers = [keras.Input((16, 64)), L.LSTM(units, return_sequences=True), L.GRU(units)]
+    model = keras.Sequential([*layers, L.Dense(8)])
+    model.compile("adam", "mse")
+    return model
+
+
+def changes(run, **levers):
+    found = what_to_change(run, replace(LEVERS, **levers))
+    return {change.kind: change for change in found}
+
+
+# --- what could be changed -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "split"),
+    [
+        ({"data": 8}, None, {"layout": "fsdp"}),
+        ({"data": 2, "model": 4}, None, {"layout": "fsdp"}),
+        (
+            {"data": 2, "model": 4},
+            "tensor_parallel",
+            {"layout": ktd.Planner("auto", memory_bytes=1)},
+        ),
+    ],
+)
+def test_the_bytes_of_a_plan_are_those_of_a_step_under_it(mesh, layout, split):
+    counted = lower(blocks, ktd.TPUStrategy(mesh, layout), batch_size=16, platform="cpu")
+    made = lower(blocks, ktd.TPUStrategy(mesh, **split), batch_size=16, platform="cpu")
+    assert counted.levers.plan
+    assert counted.levers.planned_bytes == made.state.lasting < counted.state.lasting
+    assert made.levers.planned_bytes == made.state.lasting
+    assert made.levers.plan == ""
+
+
+def test_what_a_model_could_change():
+    levers = lower(blocks, ktd.TPUStrategy({"data": 8}), batch_size=16, platform="cpu").levers
+    assert (levers.blocks, levers.block_bytes) == (4, 4 * 16 * 256 * 4 // 8)
+    assert (levers.rows, levers.recurrent, levers.steps) == (2, {}, 1)
+    assert "b_0" in levers.in_float32
+    kept = ktd.TPUStrategy({"data": 8}, remat="full")
+    assert lower(blocks, kept, batch_size=16, platform="cpu").levers.blocks == 0
+    levers = lower(lstm, ktd.TPUStrategy({"data": 8}), batch_size=16, platform="cpu").levers
+    assert levers.recurrent == {"lstm": 2 * 128 / (3 * 192), "gru": 2 * 128 / (3 * 256)}
+    assert levers.rows == 2
+
+
+def test_ours_and_other_modes_have_nothing_to_convert():
+    def ours():
+        layers = [keras.Input((16, 64)), ktd.layers.LSTM(8), L.Dense(8)]
+        model = keras.Sequential(layers)
+        model.compile("adam", "mse")
+        return model
+
+    found = lower(ours, ktd.TPUStrategy({"data": 8}), batch_size=16, platform="cpu")
+    assert not found.levers.recurrent
+    predicts = lower(
+        ours, ktd.TPUStrategy({"data": 8}), batch_size=16, mode="predict", platform="cpu"
+    )
+    assert predicts.levers is None
+
+
+# --- which changes are named -----------------------------------------------------------------
+
+
+def test_a_report_that_does_not_fit_begins_with_why_and_the_fix():
+    error = "RESOURCE_EXHAUSTED: too much\n" + "an allocation\n" * 280
+    run = made_run(fits=False, total_bytes=20 * GIB, error=error, estimate=None)
+    # 3 of 11 GiB are weights and optimizer, 5 activations, 1 gradients
+    found = changes(run, plan="fsdp", planned_bytes=GIB, blocks=5, block_bytes=GIB)
+    assert list(found) == ["remat", "layout"]
+    assert found["remat"].after == run.breakdown_bytes - 5 * GIB + 2 * GIB
+    assert found["layout"].after == run.breakdown_bytes - 2 * GIB
+    text = str(replace(run, changes=tuple(found.values()))).splitlines()
+    assert text[0].endswith("does NOT fit")
+    assert text[1].startswith(
+        "why: 20.00 GiB of 15.75 GiB a device: weights and optimizer 3.00 GiB"
+    )
+    assert text[2].startswith("what to change")
+    assert text[3].endswith('TPUStrategy(..., remat="full")')
+    assert text[4].endswith('TPUStrategy(..., layout="fsdp")')
+    assert text[5] == "the compiler says: RESOURCE_EXHAUSTED: too much (all of it: run.error)"
+    assert not any("an allocation" in line for line in text)
+    page = run.to_html()
+    assert page.count("an allocation") == 280
+    assert page.index("<details>") < page.index("an allocation") < page.index("</details>")
+
+
+def test_rows_and_slices_are_named_if_nothing_else_suffices():
+    state = replace(made_run().state, weights=10 * GIB, optimizer=20 * GIB)
+    memory = {**made_run().memory, "arguments": 31 * GIB}
+    run = made_run(fits=False, total_bytes=40 * GIB, state=state, memory=memory, estimate=None)
+    found = changes(run, planned_bytes=30 * GIB)
+    assert list(found) == ["slice"]
+    assert found["slice"].line == 'TPUStrategy(..., topology="v5e:8x8")'
+    assert found["slice"].after < 0.85 * run.limit_bytes
+    memory = {**made_run().memory, "temporaries": 20 * GIB}
+    small = made_run(fits=False, total_bytes=25 * GIB, memory=memory, estimate=None)
+    rows = changes(small)["batch"]
+    assert rows.value > 0
+    assert rows.after < small.limit_bytes
+
+
+def test_a_short_step_gets_launches_and_a_long_one_bfloat16():
+    run = made_run()
+    short = replace(run, estimate=replace(run.estimate, low=1e-5, high=2e-5))
+    assert next(iter(changes(short, steps=1))) == "steps"
+    assert "steps" not in changes(short, steps=32)
+    long = replace(run, estimate=replace(run.estimate, low=2.0, high=3.0, bound="HBM"))
+    layers = tuple(replace(c, float32_bytes=c.hbm_bytes) for c in run.cost.layers)
+    long = replace(long, cost=replace(run.cost, layers=layers))
+    long = replace(long, state=replace(run.state, weights=2**24))
+    names = frozenset(c.layer.split("/")[0] for c in run.cost.layers)
+    found = changes(long, in_float32=names)["bfloat16"]
+    assert found.after == run.cost.hbm_bytes - (run.cost.hbm_bytes - 3 * 2**24) / 2
+    assert "bfloat16" not in changes(
+        replace(long, estimate=replace(long.estimate, bound="compute")), in_float32=names
+    )
+
+
+def test_without_a_limit_or_training_nothing_is_named():
+    run = made_run()
+    assert not changes(replace(run, limit_bytes=None), steps=1)
+    assert not changes(replace(run, mode="predict"), steps=1)
+    assert not changes(replace(run, cost=None), steps=1)
+
+
+# --- folded tables ---------------------------------------------------------------------------
+
+
+def test_collectives_of_equal_blocks_share_a_row_with_a_total():
+    blocks_ = [collective(("data",), layer=f"block_{n}/dense_{n} and 2 more") for n in range(6)]
+    other = collective(("model",), "all-gather", "head", 2**20)
+    little = replace(collective(("data",), "all-to-all", "tail", 8), seconds=1e-9)
+    cost = replace(made_run().cost, collectives=(*blocks_, other, little))
+    rows = collective_rows(cost)
+    assert [row[0] for row in rows] == ["all-reduce", "all-gather", "... 1 more", "all"]
+    assert rows[0][4] == "18"
+    assert rows[0][7] == "block_*/dense_* and 12 more"
+    assert rows[0][3] == f"{18 * 2**22 / 1e6:,.3f}"
+    assert rows[-1][4] == "24"
+
+
+def test_layers_of_equal_blocks_share_a_row_with_a_total():
+    layers = [LayerCost(f"block_{n}/up", 10, 20, 1000, 500, 0.0) for n in range(5)]
+    layers += [LayerCost("adam", 0, 30, 400, 0, 0.0), LayerCost("(other)", 0, 0, 1, 0, 0.0)]
+    rows = layer_rows(replace(made_run().cost, layers=tuple(layers), cycles=5401))
+    assert [row[0] for row in rows] == ["block_*/up (5)", "adam", "... 1 more", "all"]
+    assert rows[0][3] == "5,000"
+    assert rows[-1][3] == "5,401"
+
+
+def test_the_first_line_has_both_spellings_of_the_slice():
+    assert "on v5e-16 (v5e:4x4), data 4 x model 4" in made_run()._title()
+    assert ktd.Topology.parse("v4-16").names == "v4-16 (v4:2x2x2)"
+    assert ktd.Topology.parse("2*v5e:4x4").names == "2*v5e:4x4"
+    for name in ("v5e-8", "v5p-128", "v6e-256", "tpu7x-8"):
+        assert ktd.Topology.parse(name).names.split(" ")[0] == name
+
+
+def test_a_range_says_how_to_narrow_it():
+    run = made_run()
+    wide = replace(run, estimate=replace(run.estimate, low=0.04, high=0.1), effort="quick")
+    assert 'effort="exact" narrows it' in " ".join(str(wide).split())
+    assert "narrows" not in str(run)
+
+
+# --- what the compiler says ------------------------------------------------------------------
+
+
+def wide():
+    model = keras.Sequential([keras.Input((1024,)), L.Dense(2**21)])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize(
+    ("build", "rows", "kinds"),
+    [
+        (lstm, 64, {"convert": 0.15, "batch": 0.25}),
+        (blocks, 8192, {"batch": 0.25}),
+        (wide, 8, {"layout": 0.05, "bfloat16": 0.05}),
+    ],
+    ids=["recurrent", "blocks", "does not fit"],
+)
+def test_a_count_is_near_what_the_compiler_says(build, rows, kinds):
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e-8")
+    advice = ktd.advise(build, strategy, batch_size=rows, cache=False)
+    found = {tried.change.kind: tried for tried in advice.tried}
+    assert kinds.keys() <= found.keys()
+    for kind, error in kinds.items():
+        counted, compiled = found[kind].change.factor, found[kind].factor
+        assert (counted - 1) * (compiled - 1) > 0, kind
+        assert compiled == pytest.approx(counted, rel=error), kind
+    text = str(advice)
+    assert all(tried.change.line.split("(")[0] in text for tried in advice.tried)
+    assert advice.to_dict()["changes"][0]["counted"] == advice.tried[0].change.factor
+    assert "<table>" in advice._repr_html_()
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_built_model_is_not_built_again():
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e-8")
+    advice = ktd.advise(lstm(), strategy, batch_size=64, cache=False)
+    kept = [tried for tried in advice.tried if tried.run is None]
+    assert kept
+    assert all("function that builds" in tried.why_not for tried in kept)
