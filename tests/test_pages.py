@@ -43,7 +43,7 @@ SLOW = {
     *("experts.md", "index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
     *("migration.md", "sequences.md", "troubleshooting.md", "input.md", "measurement.md"),
     *("mixed_precision.md", "remat.md", "saving_loops.md", "scan_blocks.md", "overlap.md"),
-    "restart.md",
+    *("kaggle_colab.md", "restart.md"),
 }
 
 

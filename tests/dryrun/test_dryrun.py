@@ -871,7 +871,9 @@ def test_operations_of_a_cnn_and_a_transformer_are_those_of_the_formula():
 @pytest.mark.tpu_compiler
 def test_a_report_reads_well(on_tpu):
     text = str(on_tpu)
-    assert "train step, 18,696 parameters, batch 62 on v5e-8 (v5e:2x4), data 4 x model 2: fits" in text
+    assert (
+        "train step, 18,696 parameters, batch 62 on v5e-8 (v5e:2x4), data 4 x model 2: fits" in text
+    )
     for words in ("weights", "limit", "15.75 GiB", "step, estimate", "all-reduce", "up", "note:"):
         assert words in text
     data = json.loads(on_tpu.to_json())
