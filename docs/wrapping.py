@@ -7,8 +7,6 @@ names and numbers with their units stay whole.
 import pathlib
 import re
 
-from mkdocs.structure.files import File
-
 _NOTEBOOKS = pathlib.Path(__file__).parents[1] / "examples" / "notebooks"
 # Longer names in a table may break behind a dot, a slash or a parenthesis, or before an underscore.
 _LONGEST_NAME = 24
@@ -35,6 +33,8 @@ def on_files(files, config):
         files: The files of the site.
         config: MkDocs's configuration.
     """
+    from mkdocs.structure.files import File  # tests read this module without MkDocs
+
     for path in sorted(_NOTEBOOKS.glob("*.ipynb")):
         name = f"notebooks/{path.name}"
         files.append(File.generated(config, name, abs_src_path=str(path)))

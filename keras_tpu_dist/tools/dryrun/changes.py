@@ -89,7 +89,9 @@ class Change:
         if self.figure in ("memory", "HBM traffic", "collectives"):
             of = "a device" if self.figure == "memory" else "a step"
             before, after = size_text(self.before), size_text(self.after)
-            return f"{self.figure} {before} to {after} {of}"
+            # What a kernel of all times keeps on the chip is not counted.
+            less = " or less" if self.kind == "convert" else ""
+            return f"{self.figure} {before} to {after}{less} {of}"
         if self.figure == "rows per second":
             return f"about {self.factor:.1f} times the rows per second"
         return f"one launch from Python instead of {self.before:.0f}"
