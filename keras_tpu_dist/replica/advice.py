@@ -23,7 +23,7 @@ _OF_VALUES = (
 )
 
 
-def advise(error: Exception) -> None:
+def add_advice(error: Exception) -> None:
     """Adds a note to an error that the function of `strategy.run` raised while it was traced."""
     of_values = (
         jax.errors.ConcretizationTypeError,

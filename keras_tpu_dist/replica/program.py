@@ -20,7 +20,7 @@ from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.programs.partitioner import Jitted
-from keras_tpu_dist.replica.advice import advise, check_no_graph
+from keras_tpu_dist.replica.advice import add_advice, check_no_graph
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
@@ -255,7 +255,7 @@ class ReplicaProgram:
                 values = _keras.values_of(inputs.consumed)
                 traced = attempt.function.trace(self._inputs(call, inputs), values)
             except Exception as error:
-                advise(error)
+                add_advice(error)
                 raise
             finally:
                 # If code leaves a stateless scope outside of a trace, it initializes the variables
