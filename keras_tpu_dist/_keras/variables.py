@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.sharding import NamedSharding
 from keras.src.backend.common import global_state
 
@@ -77,6 +78,17 @@ class _Claimed(keras.Variable):
         # get_weights, save and callbacks cannot read arrays on several hosts directly.
         return _served["read"](_stock_array, self, dtype, copy)
 
+    def _convert_to_tensor(self, value, dtype=None):
+        # Keras would put an array of the host, such as one that is loaded, whole on one device
+        # before it is placed.
+        if (
+            self._layout is None
+            or global_state.get_global_attribute("stateless_scope") is not None
+            or not _is_of_host(value)
+        ):
+            return super()._convert_to_tensor(value, dtype=dtype)
+        return np.asarray(value, dtype)
+
     def _direct_assign(self, value):
         # If processes build different models, they would run different collectives.
         if abstract.get():
@@ -107,6 +119,12 @@ class _Claimed(keras.Variable):
 
     def assign_sub(self, value):
         return _served["add"](-1, _stock_sub, self, value)
+
+
+def _is_of_host(value: Any) -> bool:
+    """Whether a value is an array of NumPy, or one in a file."""
+    is_array = isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "h5py"
+    return is_array and value.dtype.kind != "O"
 
 
 def _stock_value(variable: Any) -> Any:
