@@ -117,7 +117,8 @@ class _Sum:
 
 def accumulates(trainer: Any) -> int:
     """The small batches of an update of a model's optimizer; 0 if it does not accumulate."""
-    return getattr(trainer.optimizer, "gradient_accumulation_steps", None) or 0
+    optimizer = getattr(trainer.optimizer, "inner_optimizer", trainer.optimizer)
+    return getattr(optimizer, "gradient_accumulation_steps", None) or 0
 
 
 def log_if_every_batch(trainer: Any, why: str) -> None:

@@ -117,6 +117,8 @@ class _TrainStep(_Step):
         if accumulates(self._trainer) and self._placer.mesh.size > 1:
             if self._mask is not None:
                 log_if_every_batch(self._trainer, "a callback looks for values that are not finite")
+            elif hasattr(self._trainer.optimizer, "inner_optimizer"):
+                log_if_every_batch(self._trainer, "an optimizer that scales the loss reads them")
             else:
                 launch = Accumulation(self._trainer, self._placer, self.one)
                 found = launch.launch(state, batches, self.shardings())

@@ -160,7 +160,7 @@ def every_batch(caplog):
         ("reads", 4, "reads_gradients/dense/kernel"),
         pytest.param("dense", 1, "steps_per_execution=4", marks=pytest.mark.slow),
         pytest.param("lstm", 4, "lstm_cell/kernel", marks=pytest.mark.slow),
-        pytest.param("scaled", 4, "the optimizer's update is in a branch", marks=pytest.mark.slow),
+        pytest.param("scaled", 4, "scales the loss", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_summed_at_every_batch_is_said_once(kind, steps, words, caplog, monkeypatch):
