@@ -89,6 +89,11 @@ class _Claimed(keras.Variable):
             return super()._convert_to_tensor(value, dtype=dtype)
         return np.asarray(value, dtype)
 
+    def assign(self, value):
+        assigned = super().assign(value)
+        # Keras returns an array of JAX, which code may go on with.
+        return self._value if isinstance(assigned, np.ndarray) else assigned
+
     def _direct_assign(self, value):
         # If processes build different models, they would run different collectives.
         if abstract.get():

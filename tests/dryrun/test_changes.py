@@ -240,7 +240,7 @@ def test_a_count_is_near_what_the_compiler_says(build, rows, kinds):
         else:
             assert compiled == pytest.approx(counted, rel=error), kind
     text = str(advice)
-    assert all(tried.change.line.split("(")[0] in text for tried in advice.tried)
+    assert all(tried.change.line in text for tried in advice.tried)
     assert advice.to_dict()["changes"][0]["counted"] == advice.tried[0].change.factor
     assert "<table" in advice._repr_html_()
 

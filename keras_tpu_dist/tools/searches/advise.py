@@ -76,7 +76,11 @@ class Advice(Page):
         }
 
     def __str__(self) -> str:
-        return "\n".join([self.run._title(), text_table(_HEADER, self._rows())])
+        lines: list[tuple[str, ...] | str] = []
+        for *figures, line in self._rows():
+            # Code goes below its row, as long as it is, so that it can be copied.
+            lines += [tuple(figures), *([f"    {line}"] if line else [])]
+        return "\n".join([self._title(), text_table(_HEADER[:-1], lines)])
 
     def _title(self) -> str:
         return self.run._title()
