@@ -682,6 +682,7 @@ ROWS: dict[str, Row] = {
             "calibration": CALIBRATION,
             **{name: values for name, values in OF_DRY_RUNS.items() if name != "mode"},
             "batch_size": COUNT,
+            "cache": (None, "", 3, []),
         },
     ),
     "largest_batch": Row(

@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import split_ways
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.topology import Topology, listed_shapes
 from keras_tpu_dist.layout.placement import bytes_of
 from keras_tpu_dist.layout.planner import Planner
@@ -40,8 +41,8 @@ _IN_BFLOAT16 = 'keras.config.set_dtype_policy("mixed_bfloat16") before the model
 _RECURRENT = (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN)
 
 
-@dataclass(frozen=True)
-class Change:
+@dataclass(frozen=True, repr=False)
+class Change(Printed):
     """A change of a program, and what it brings by a count.
 
     Attributes:
