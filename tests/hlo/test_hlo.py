@@ -721,3 +721,21 @@ def test_a_collective_that_a_sparse_core_computes_is_counted():
     (found,) = hlo.analyze(_ON_SPARSECORE, wire=hlo.Wire.of({"data": 8})).collectives
     assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("data",), 4 * 128 * 256)
     assert found.asynchronous
+
+
+def test_elements_of_tuples_that_no_instruction_takes_out():
+    """As libtpu 0.0.50 writes them."""
+    program = parse(
+        "ENTRY %main (p: (s32[], f32[8,8])) -> f32[8,8] {\n"
+        "  %p = (s32[], f32[8,8]{1,0}) parameter(0)\n"
+        "  %a = f32[8,8]{1,0} copy(%p#1)\n"
+        "  ROOT %b = f32[8,8]{1,0} add(%a, %p#1)\n"
+        "}\n"
+    )
+    found = {i.name: i for i in program.entry}
+    assert list(found) == ["p", "p.element1", "a", "b"]
+    taken = found["p.element1"]
+    assert (taken.opcode, taken.operand_names) == ("get-tuple-element", ["p"])
+    assert taken.attribute("index") == "1"
+    assert [shape.dims for shape in taken.shapes] == [(8, 8)]
+    assert found["b"].operand_names == ["a", "p.element1"]

@@ -368,6 +368,20 @@ def test_a_loop_is_equal_and_changes_nothing(mesh, layout, steps):
     here.run(step, (rows_and_ids(here),))
 
 
+@pytest.mark.slow
+def test_a_loop_without_the_guard_is_found_wrong_where_libtpu_is():
+    """Still in 0.0.50.1, where `fit` is right without it."""
+    off = {"xla_disable_hlo_passes": ""}
+    here = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", compiler_options=off)
+    step, _ = against_each_other(here)
+    found = here.verify_run(step, (rows_and_ids(here),), steps=4, topology="v5e:2x4")
+    if not found.equal:
+        assert [row.name for row in found.wrong] == ["counts"]
+        assert found.first_wrong_pass.name == "while-loop-all-reduce-code-motion"
+        assert "openxla/xla 49143" in str(found)
+    assert found.equal or libtpu_version() >= (0, 0, 36)
+
+
 @pytest.mark.parametrize(
     ("options", "mesh", "words"),
     [

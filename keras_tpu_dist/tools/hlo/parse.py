@@ -16,6 +16,8 @@ _END = re.compile(r"\}(?:, execution_thread=\"([^\"]*)\")?")
 _HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+# libtpu 0.0.50 writes an element of a tuple so, without an instruction that takes it out.
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _PACKED = re.compile(r"\((\d+),1\)")
@@ -375,13 +377,30 @@ def _add(computation: Computation, line: str) -> None:
     if opcode is None:
         return
     close = _closing(rest, opcode.end() - 1)
-    instruction = Instruction(
-        name, opcode[1], rest[: opcode.start()], rest[opcode.end() : close], rest[close + 1 :]
-    )
+    operands = rest[opcode.end() : close]
+    if "#" in operands:
+        operands = _ELEMENT.sub(lambda match: _taken_out(computation, match), operands)
+    instruction = Instruction(name, opcode[1], rest[: opcode.start()], operands, rest[close + 1 :])
     computation.instructions.append(instruction)
     computation.by_name[name] = instruction
     if is_root:
         computation.root = instruction
+
+
+def _taken_out(computation: Computation, match: re.Match) -> str:
+    """The name of the instruction that takes an element out of a tuple; added if there is none."""
+    of, number = match[1], int(match[2])
+    source, name = computation.by_name.get(of), f"{of}.element{number}"
+    if source is None or number >= len(source.shapes):
+        return match[0]
+    if name not in computation.by_name:
+        shape = source.shapes[number]
+        layout = f"{{{shape.layout}}}" if shape.layout else ""
+        text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]{layout}"
+        element = Instruction(name, "get-tuple-element", text, f"%{of}", f", index={number}")
+        computation.instructions.append(element)
+        computation.by_name[name] = element
+    return f"%{name}"
 
 
 _PARENTHESIS = re.compile(r"[()]")
