@@ -44,6 +44,7 @@ PACKAGES = {
     "processes": BASE,
     "input": {*BASE, "hardware", "processes"},
     "training": {
+        "show",
         *BASE,
         "hardware",
         "input",
