@@ -369,6 +369,22 @@ def test_a_loop_is_equal_and_changes_nothing(mesh, layout, steps):
 
 
 @pytest.mark.slow
+def test_a_loop_in_half_precision_is_judged_as_such():
+    """Its variables are float32, as a mixed policy has them."""
+    here = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    with here.scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(16, dtype="mixed_bfloat16")])
+
+    def step(x):
+        outputs = model.stateless_call([v.value for v in model.trainable_variables], [], x)[0]
+        return ktd.get_replica_context().all_reduce("mean", outputs.astype("float32").mean())
+
+    found = here.verify_run(step, (np.ones((2, 8), "float32"),), topology="v5e:2x4")
+    assert found.equal, found
+    assert min(row.allowed for row in found.rows) >= 5e-2
+
+
+@pytest.mark.slow
 def test_a_loop_without_the_guard_is_found_wrong_where_libtpu_is():
     """Still in 0.0.50.1, where `fit` is right without it."""
     off = {"xla_disable_hlo_passes": ""}
