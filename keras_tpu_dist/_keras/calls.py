@@ -118,9 +118,7 @@ class PureCall:
 
     Args:
         function: The function; it may read and assign variables, and add losses.
-        layer: The layer that is called, or `None`.
         args: Its positional arguments; those that are not arrays are not traced.
-        kwargs: Its keyword arguments.
 
     Attributes:
         inputs: The arrays among the arguments, their masks, and the arrays of `give_to_calls`.
@@ -172,11 +170,7 @@ class PureCall:
         }
 
     def finish(self, results: dict[str, Any]) -> Any:
-        """Assigns variables, adds losses and sets masks; returns the function's result.
-
-        Args:
-            results: The results of the call, however they were computed.
-        """
+        """Assigns variables, adds losses and sets masks; returns the function's result."""
         for variable, value in zip(self._updated, results["updates"]):
             added = id(variable) in self._added
             (variable.assign_add if added else variable.assign)(value)
@@ -200,10 +194,6 @@ def computed_otherwise(
     """Runs a layer's call, with its program computed in another way.
 
     Args:
-        stock: The call.
-        layer: The layer.
-        args: The call's positional arguments.
-        kwargs: Its keyword arguments.
         compute: A function of the program, a `ClosedJaxpr`, and its inputs, which returns the
             outputs.
 
@@ -264,7 +254,6 @@ def route_calls(kind: type, place: Wrapper, around: Callable[..., Any], *names: 
 
     Args:
         kind: The class; inherited methods are wrapped on it, and its base class does not change.
-        place: The place of the function among the wrappers.
         around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the method with
             the wrappers further in, bound to the layer.
         *names: Names of methods; by default those in which a layer computes.

@@ -75,12 +75,8 @@ class WeightsFile:
     than its shape implies.
 
     Args:
-        path: The file.
         most_bytes: The maximal size of the weights in a compressed `.keras` file. Keras does not
             compress them, so they are usually read in place.
-
-    Raises:
-        ValueError: If a part of it is not a regular file, or is too large.
     """
 
     def __init__(self, path: str, most_bytes: int):
@@ -108,12 +104,7 @@ class WeightsFile:
         return {_name(path, key): _dtype(self._dataset(path, key)) for path, key in self._keys()}
 
     def read(self, name: str) -> np.ndarray:
-        """One array.
-
-        Raises:
-            ValueError: If reading it would take more memory than its shape implies, or it is not
-                numeric.
-        """
+        """One array."""
         path, _, key = name.rpartition("/vars/") if "/vars/" in name else ("", "", name[5:])
         dataset = self._dataset(path, key)
         dtype, chunks = dataset.dtype, dataset.chunks or dataset.shape

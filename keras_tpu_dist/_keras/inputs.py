@@ -189,7 +189,6 @@ def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
     """Makes an adapter shuffle as in a given epoch; call it before its first batch is read.
 
     Args:
-        data_adapter: Keras's adapter for the input, which counts epochs.
         epoch: A result of `shuffling_epoch` for an adapter of the same input.
     """
     _stock_adapter(data_adapter)._epoch = epoch
@@ -211,9 +210,6 @@ def drop_what_is_left(data_adapter: Any) -> None:
     Keras reads one batch to build a model, and leaves further batches of the workers in the queue.
     So the first epoch would begin with batches in that order, continue with its own, and lack some.
     Public replacement: none.
-
-    Args:
-        data_adapter: Keras's adapter of the input, whose epoch has begun.
     """
     stock = _stock_adapter(data_adapter)
     if orders_ahead(stock) and stock.shuffle and stock.num_batches is not None:
@@ -232,8 +228,6 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
     last launch of an epoch. Public replacement: none.
 
     Args:
-        epoch_iterator: The iterator of the running epoch.
-        steps: How many of the counted steps did not run.
         ran_out: Whether the launch was the last one of the epoch, shortened by the end of the
             input.
     """

@@ -23,12 +23,7 @@ class Mark:
         self.attribute = attribute
 
     def of(self, target: Any, default: Any = None) -> Any:
-        """The value of the mark on an object.
-
-        Args:
-            target: A variable, layer or model.
-            default: The result if there is none.
-        """
+        """The value of the mark on an object."""
         return getattr(target, self.attribute, default)
 
     def write(self, target: Any, value: Any) -> None:
@@ -43,7 +38,6 @@ class LayerMark(Mark):
     Public replacement: attributes that `get_config` may add to.
 
     Args:
-        attribute: The name of the attribute.
         saved: Whether its values are plain enough for JSON, and files keep it.
 
     Attributes:
@@ -63,7 +57,6 @@ class LayerMark(Mark):
         """Sets the mark on a layer.
 
         Args:
-            target: A layer or model.
             value: The value; `None` removes it.
         """
         self.version = next(self._versions)
@@ -91,7 +84,6 @@ def copy_marks(source: Any, target: Any) -> None:
     Public replacement: not needed if Keras's own clones kept marks.
 
     Args:
-        source: A model.
         target: A model with the same layers in the same places, of the same or other classes.
     """
     for one, other in zip(flatten_layers(source), flatten_layers(target), strict=True):

@@ -22,7 +22,6 @@ class Name:
     Attributes:
         owner: Where it is: `"module"`, `"module:Class"`, or `"module:function"` that sets it.
         name: The name of a function or class there, or of an attribute of the class or its objects.
-        why: What it is used for.
         hook: The public hook of Keras or JAX that would replace it.
     """
 

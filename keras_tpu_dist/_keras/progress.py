@@ -24,7 +24,6 @@ def begin_at_epoch(model: Any, epoch: int | None) -> None:
     """Makes the fit that starts begin with an epoch, whatever `initial_epoch` is.
 
     Args:
-        model: The model.
         epoch: The epoch, from 0; `None` returns to `fit(initial_epoch=...)`.
 
     Public replacement: none; a callback learns of `fit` too late to change `initial_epoch`.

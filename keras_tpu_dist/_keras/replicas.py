@@ -54,9 +54,5 @@ def run_replicas(executable: Any, arguments: Sequence[Any]) -> list[list[Any]]:
 
     Args:
         executable: The result of `compiled_replicas`.
-        arguments: Arrays with one shard on each of the devices.
-
-    Returns:
-        For each result, its array on each device.
     """
     return executable.execute_sharded(list(arguments)).disassemble_into_single_device_arrays()

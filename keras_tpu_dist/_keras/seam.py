@@ -42,7 +42,6 @@ class Replacement:
 
     Attributes:
         owner: Where it is: `"module"`, or `"module:Class"`.
-        name: The function's name there.
         by: Called as `by(stock, ...)`; with `whole`, it replaces the function as it is.
         why: What a strategy cannot use in Keras's own function.
         hook: The public hook of Keras that would make the replacement unnecessary.
@@ -122,11 +121,7 @@ def declare(*replacements: Replacement) -> None:
 
 
 def declare_read(*names: Reached) -> None:
-    """Adds names that are read or written, but not replaced.
-
-    Args:
-        *names: Names to check together with the replacements.
-    """
+    """Adds names that are read or written, but not replaced."""
     _read.extend(names)
 
 
@@ -192,11 +187,6 @@ def in_front_of(stock: Any, ours: Any, kind: Any) -> type:
     """A class with ours before Keras's in the method resolution order, like a replaced method.
 
     Overrides in a user's class come before both.
-
-    Args:
-        stock: Keras's class.
-        ours: A subclass of it.
-        kind: Keras's class, or a user's subclass of it.
     """
     if kind is stock or issubclass(kind, ours):
         return ours if kind is stock else kind

@@ -65,7 +65,6 @@ def stored_weight(layer: Any, name: str) -> Any:
     """A layer's weight as stored: the public `kernel` of a LoRA layer is a computed sum.
 
     Args:
-        layer: The layer.
         name: The weight's public name, such as `"kernel"`.
 
     Returns:
@@ -288,11 +287,7 @@ def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
 
 
 def slots_of_optimizer(optimizer: Any) -> list[tuple[str, Any, Any]]:
-    """The slots of one optimizer. See `optimizer_slots`.
-
-    Args:
-        optimizer: An optimizer of Keras that wraps no other one.
-    """
+    """The slots of one optimizer. See `optimizer_slots`."""
     weights = weights_of(optimizer)
     found = []
     for name, slots in vars(optimizer).items():

@@ -663,7 +663,6 @@ def listens(callbacks: list, kind: str) -> bool:
     Args:
         callbacks: The `keras.callbacks.Callback` objects; the strategy's loop calls those with a
             true `sees_launches` itself.
-        kind: `"train"`, `"test"` or `"predict"`.
     """
     names = [f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])]
     return any(
@@ -683,19 +682,13 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
     """The layouts of the state of a step function, in Keras's order.
 
     Args:
-        model: The model, which is built.
         kind: The step function's: `"train"`, `"test"` or `"predict"`.
     """
     return tuple([v._layout for v in _group(model, name)] for name in _GROUPS[kind])
 
 
 def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
-    """The variables of a step function's state, in Keras's order.
-
-    Args:
-        model: The model.
-        kind: The step function's: `"train"`, `"test"` or `"predict"`.
-    """
+    """The variables of a step function's state, in Keras's order."""
     return tuple(list(_group(model, name)) for name in _GROUPS[kind])
 
 
@@ -744,7 +737,6 @@ def follow_changes(groups: tuple[list, ...], changes: tuple) -> None:
     """Assigns the values that a step changed, in the stateless scope if there is one.
 
     Args:
-        groups: Lists of variables.
         changes: A list of values for every group; `None` for unchanged ones.
     """
     scope = stateless_scope()
@@ -765,7 +757,6 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
     compiled for.
 
     Args:
-        groups: Lists of variables.
         state: A list of values for every group, in its order; further values are ignored.
     """
     for variables, values in zip(groups, state):
@@ -792,7 +783,6 @@ def keep_metrics(model: Any, values: list | None) -> None:
     its record of the epoch before. After a validation it has none, and fails.
 
     Args:
-        model: The model.
         values: The values of the metrics' variables after the last step, or `None` without one.
     """
     if values is not None and model._jax_state is None:
@@ -833,7 +823,6 @@ def trainability(variables: list, layers: list) -> list[bool]:
     """Whether variables and layers train. A program is traced for that.
 
     Args:
-        variables: The variables.
         layers: The layers; a `BatchNormalization` that does not train computes something else.
     """
     return [*[v._trainable for v in variables], *[layer._trainable for layer in layers]]

@@ -169,7 +169,6 @@ def set_owner(variables: list, owner: Any) -> None:
     """Sets an object to ask before the values of variables are handed out.
 
     Args:
-        variables: The variables.
         owner: Its `hand_out(variable, stock)` is called when `variable.value` is read, and returns
             the same as `stock(variable)`. If variables are copied or pickled, it is copied along.
     """
@@ -187,7 +186,6 @@ def set_use(variable: Any, axes: Any) -> None:
     """Makes compiled code use `variable.value` in another layout.
 
     Args:
-        variable: A `keras.Variable`.
         axes: The layout; if it is empty, the value has the variable's own layout.
     """
     if axes:

@@ -42,8 +42,6 @@ class Pieces:
     """The queries that every device of an axis computes.
 
     Attributes:
-        devices: The number of devices.
-        time: The global number of queries.
         balanced: Whether every device has an early and a late piece; otherwise pieces are in order.
     """
 
@@ -79,17 +77,11 @@ class Pieces:
 
         Args:
             x: `(batch, rows, ...)`, within a `shard_map`.
-            axis: The axis of the devices.
         """
         return self._moved(x, axis, [self._destinations(i) for i in (0, 1)])
 
     def returned(self, x: jax.Array, axis: str) -> jax.Array:
-        """Undoes `brought`.
-
-        Args:
-            x: `(batch, rows, ...)`, within a `shard_map`.
-            axis: The axis of the devices.
-        """
+        """Undoes `brought`."""
         return self._moved(x, axis, [[(b, a) for a, b in self._destinations(i)] for i in (0, 1)])
 
     def _moved(self, x: jax.Array, axis: str, ways: list) -> jax.Array:
@@ -153,9 +145,6 @@ def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
 def groups_of_heads(kv_heads: int) -> int:
     """The number of groups of heads for gathering keys, so that one is sent while another is
     computed.
-
-    Args:
-        kv_heads: Number of heads of the keys on one device.
     """
     return math.gcd(kv_heads, _GROUPS)
 
@@ -189,7 +178,6 @@ def all_of(x: jax.Array, axis: str) -> jax.Array:
 
     Args:
         x: `(batch, time, ...)`, within a `shard_map`.
-        axis: The axis.
     """
     return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
@@ -200,9 +188,6 @@ def causal_kernel(
     """The kernel of a causal sequence, with what each device skips.
 
     Args:
-        pieces: Which queries each device computes.
-        source: Number of keys.
-        heads: Number of query heads that are computed at a time.
         soft_cap: `cap * tanh(logits / cap)`, or `None`.
         interpret: Run the kernel's program in plain JAX, on any platform, for tests.
     """
@@ -240,9 +225,7 @@ def causal_local(
         key: `(batch, source, kv_heads, width)`, or a device's part of it.
         value: `(batch, source, kv_heads, value_width)`, likewise.
         valid: Which keys may be seen, `(batch, source)`, or `None` for all.
-        pieces: Which queries each device computes.
         axis: The axis that splits queries along time.
-        split_keys: Whether it splits keys and values too.
 
     Returns:
         `(batch, rows, heads, value_width)`.

@@ -18,7 +18,6 @@ def split_ways(mesh: Mesh, axes: Axes) -> int:
     """The number of different shards of a tensor with a layout.
 
     Args:
-        mesh: The mesh.
         axes: One entry per dimension; missing ones at the end split nothing.
 
     Raises:
@@ -50,7 +49,6 @@ def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
     """The number of shards for one entry of a layout.
 
     Args:
-        mesh: The mesh.
         entry: A mesh axis, a tuple of them, or `None`, which makes one shard.
 
     Raises:
@@ -67,7 +65,6 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
     only one spelling.
 
     Args:
-        mesh: The mesh.
         axes: One entry per dimension; `()` means replicated.
     """
     entries = list(spell_out(axes, mesh.axis_names))

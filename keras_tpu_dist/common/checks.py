@@ -28,10 +28,6 @@ _MOST = 2**63 - 1
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     """Whether something is a whole number, of Python or NumPy, and not a bool.
 
-    Args:
-        value: Anything.
-        least: The smallest allowed value, if there is one.
-
     Example:
 
     >>> import numpy as np
@@ -52,9 +48,6 @@ class Requirement:
     """What an argument must be: `Annotated[int, whole(1)]` of a parameter, for `known_words`.
 
     Attributes:
-        words: What follows "is" in the error.
-        holds: Whether a value is right.
-        example: A value that is right, as code.
         choices: All values, if they are few; the error names the nearest.
     """
 
@@ -97,8 +90,6 @@ def above_zero(unit: str, example: str, below: float = math.inf) -> Requirement:
 
     Args:
         unit: What it counts, such as `"seconds"`.
-        example: One, as code.
-        below: A larger number.
     """
 
     def holds(value: Any) -> bool:
@@ -142,10 +133,8 @@ def require(caller: str, what: Requirement, or_none: bool = False, /, **values: 
     """Raises a `ValueError` for arguments that are wrong.
 
     Args:
-        caller: The function or class that got them, for the error.
         what: What they must be.
         or_none: Whether `None` is right too.
-        **values: The arguments, by name.
     """
     for name, value in values.items():
         what.check(caller, name, value, or_none)
@@ -166,16 +155,7 @@ def _declared(annotation: Any) -> tuple[Requirement, bool] | None:
 
 
 def checked_path(caller: str, fix: str, **paths: Any) -> str:
-    """A path as text, without `~` and `file://`.
-
-    Args:
-        caller: The function or class that got it, for the error.
-        fix: The error's last sentence.
-        **paths: The arguments, by name.
-
-    Raises:
-        ValueError: If it is none, or empty.
-    """
+    """A path as text, without `~` and `file://`."""
     [(name, value)] = paths.items()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path:

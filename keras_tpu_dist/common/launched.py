@@ -83,7 +83,6 @@ def report_end(words: str, *, leaves: bool) -> None:
     """Reports that this program ends without an error.
 
     Args:
-        words: What it did.
         leaves: Whether it ends within a call that all processes make.
     """
     if _path:
@@ -119,8 +118,6 @@ class Failure:
     Attributes:
         at: The time in seconds of `time.monotonic()`, which is the same for all processes of a
             host.
-        error: The class of the error.
-        words: Its class and message.
     """
 
     at: float

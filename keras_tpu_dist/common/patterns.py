@@ -10,9 +10,6 @@ from keras_tpu_dist.common.errors import did_you_mean, value_error
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """Patterns as a tuple; a single `str` is one pattern.
 
-    Raises:
-        ValueError: If one is not a `str`.
-
     Example:
 
     >>> patterns_of("*/head/*")

@@ -22,7 +22,6 @@ class Timeline:
     A phase within another counts alone: compiling in a validation is not validation.
 
     Args:
-        phase: The first phase.
         began: When it began, in seconds of `time.perf_counter()`.
 
     Attributes:

@@ -90,7 +90,6 @@ def begin(path: str) -> None:
     """Starts the recorder of this process, unless it has started.
 
     Raises:
-        ValueError: If the recorder writes to another file.
         OSError: If the file cannot be written.
     """
     global _recorder

@@ -33,12 +33,8 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool
 
     Args:
         path: The file; it is created if missing.
-        what: The kind of line.
         at: The time, in seconds since 1970; by default now.
         **fields: Plain data; `None` for unknown values.
-
-    Returns:
-        Whether the file had space for it.
 
     Raises:
         OSError: If it cannot be written.
@@ -82,7 +78,6 @@ def check_ours(path: str) -> None:
     """Checks that a file may be added to: it is missing, empty, or has lines of goodput.
 
     Raises:
-        ValueError: If it is another file.
         OSError: If it cannot be read.
     """
     try:
@@ -108,9 +103,6 @@ def is_full(path: str) -> bool:
 
 def read(path: str) -> tuple[list[dict[str, Any]], int]:
     """Reads the valid lines of a file, and counts the invalid ones.
-
-    Returns:
-        The valid lines, and the number of invalid lines.
 
     Raises:
         OSError: If the file cannot be read.

@@ -29,12 +29,7 @@ def answers() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 
 def of_attribute(owner: str, name: str) -> str | None:
-    """What to write instead of a TensorFlow attribute, or `None` if it is not one.
-
-    Args:
-        owner: The class, or the name in TensorFlow that has the attribute.
-        name: The attribute.
-    """
+    """What to write instead of a TensorFlow attribute, or `None` if it is not one."""
     return answers()["attributes"].get(owner, {}).get(name)
 
 
@@ -62,12 +57,7 @@ def of_value(value: Any) -> str | None:
 
 
 def sentence_of(attribute: str, instead: str) -> str:
-    """The error about a TensorFlow attribute.
-
-    Args:
-        attribute: The attribute and its owner, as the user wrote it.
-        instead: What to write.
-    """
+    """The error about a TensorFlow attribute."""
     name = attribute.rpartition(".")[2]
     return message(
         f"{name} is TensorFlow's, and there is none here.", received=f"{attribute}.", fix=instead

@@ -163,9 +163,6 @@ def checked_calibration(calibration: Any) -> Calibration | None:
 
     Args:
         calibration: A `Calibration`, the path of its file, or `None`.
-
-    Raises:
-        ValueError: If it is none of these.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
@@ -179,11 +176,7 @@ def checked_calibration(calibration: Any) -> Calibration | None:
 
 
 def calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Calibration | None]:
-    """A slice with measured rates, and the measurements, if there are any.
-
-    Raises:
-        ValueError: If `calibration` is none, or of another chip.
-    """
+    """A slice with measured rates, and the measurements, if there are any."""
     measured, named = checked_calibration(calibration), Topology.parse(topology)
     return (named if measured is None else measured.applied(named)), measured
 

@@ -47,9 +47,6 @@ def checked_compiler_options(options: Any) -> Any:
 
     Args:
         options: `"auto"`, `None`, or a mapping from the names of options to values.
-
-    Raises:
-        ValueError: If it is none of those, or a name or value cannot be that of an option.
     """
     values = (str, bool, int, float)
     plain = isinstance(options, Mapping) and all(
@@ -69,7 +66,6 @@ def uses_rings(devices: int, split: bool = True) -> bool:
     """Whether `"auto"` leaves matrix products on a TPU to be cut into rings.
 
     Args:
-        devices: The number of devices of the mesh.
         split: Whether weights or slots may be split over them.
     """
     return devices <= _MOST_IN_RINGS or not split
@@ -100,9 +96,6 @@ def chosen_names(options: Any, device: Any, devices: int, split: bool = True) ->
 
     Args:
         options: As `checked_compiler_options` gives them.
-        device: A device of the mesh, attached or described.
-        devices: The number of devices of the mesh.
-        split: Whether weights or slots may be split over them.
     """
     chosen = _chosen_for(options, device, devices, split)
     return tuple(name for name in chosen if name not in _given(options))
@@ -114,16 +107,8 @@ def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | N
     What was chosen and is refused is left out, with one WARNING for each option. It takes one
     compilation of a small program, some 0.3 s, in the process and on TPUs only.
 
-    Args:
-        options: As `checked_compiler_options` gives them.
-        mesh: A mesh of attached devices.
-        split: Whether weights or slots may be split over them.
-
     Returns:
         The options, or `None` for the compiler's own defaults.
-
-    Raises:
-        ValueError: If an option that was given is none of this compiler's, or has no such value.
     """
     first = mesh.devices.flat[0]
     wanted = options_for(options, first, mesh.size, split)
@@ -148,7 +133,6 @@ def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
 
     Args:
         refused: From names of options to what the compiler says of each.
-        where: The kind of the devices, or the name of a slice.
     """
     for name, why in refused.items():
         if name == DISABLED_PASSES:

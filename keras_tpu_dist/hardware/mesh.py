@@ -49,11 +49,6 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
         A `keras.distribution.DeviceMesh` of `jax.Device` objects. For a dict, neighbours on an
         axis are neighbours on the TPU's torus.
 
-    Raises:
-        ValueError: If the sizes do not multiply to the number of devices, -1 occurs twice, a size
-            is not a positive integer, an axis has no name, or you give `devices` and a finished
-            mesh.
-
     Example:
 
     >>> build_mesh({"data": -1, "model": 2}).shape
@@ -128,7 +123,6 @@ def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | No
     """The axis of a mesh that splits activations along time, or `None`.
 
     Args:
-        mesh: The mesh.
         data_axes: The axes of the mesh that split the batch. If `"sequence"` is one of them, it
             splits rows instead of time.
     """
@@ -172,13 +166,9 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     Args:
         data_axes: One axis name, a sequence of them, an empty sequence (replicate the batch), or
             `None` for the default.
-        axis_names: The mesh's axes.
 
     Returns:
         A tuple of axis names, in the order given.
-
-    Raises:
-        ValueError: If a name is not an axis of the mesh or occurs twice.
     """
     if data_axes is None:
         return default_data_axes(axis_names)

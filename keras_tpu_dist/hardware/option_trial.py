@@ -12,8 +12,6 @@ def refused_options(
     """Tries options on a program with one all-reduce, and optional ones one by one.
 
     Args:
-        wanted: The options.
-        optional: The names of options that can be left out.
         devices: The devices to compile for; nothing runs.
 
     Returns:

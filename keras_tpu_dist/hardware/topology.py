@@ -50,11 +50,7 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
 
 
 def checked_slices(slices: Any, chip: Chip, name: object) -> int:
-    """Checks a number of slices for a chip.
-
-    Raises:
-        ValueError: If it is not a valid number, or if slices of this chip cannot be joined.
-    """
+    """Checks a number of slices for a chip."""
     counted = is_count(slices, 1) and slices <= _MOST_SLICES
     if not counted or (slices > 1 and not chip.dcn_bandwidth):
         raise value_error(

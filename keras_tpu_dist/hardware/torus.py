@@ -21,10 +21,8 @@ class Torus:
     """Chips of a slice, and the devices of a mesh on them.
 
     Args:
-        name: The slice.
         sides: Chips along x, y and z.
         rings: For every side, whether its links close to a ring.
-        slices: The number of such slices.
         places: For every device of the mesh, in the mesh's order: slice, x, y, z, and core.
     """
 
@@ -62,7 +60,6 @@ class Torus:
         """Groups of devices that exchange with one another.
 
         Args:
-            mesh: Axis names and sizes.
             axes: The axes along which they exchange; a part of an axis counts as the whole axis.
 
         Returns:

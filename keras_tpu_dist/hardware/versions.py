@@ -27,9 +27,6 @@ class TpuFault:
     """A fault of libtpu, which compiles for TPUs and is released apart from jaxlib.
 
     Args:
-        report: The upstream report.
-        what: What it makes wrong.
-        first: The first version of libtpu that has it.
         mended: The first version without it, or `None` if none is known.
         passes: The compiler's passes that must not run; `()` if nothing avoids it.
         program: The program of tests and checks that shows it, or `""`.

@@ -126,15 +126,10 @@ def give_beside(layer: Any, saved: Mapping[str, Any], where: str) -> bool:
     """Lets a layer load its state, whose variables have their values already, and keep them.
 
     Args:
-        layer: The layer.
         saved: Values of `values_beside`, by name; what is missing stays as it is.
-        where: The checkpoint, for errors.
 
     Returns:
         Whether something beside the variables has changed, so that programs are made anew.
-
-    Raises:
-        ValueError: If the layer does not take what was saved.
     """
     kept = [(variable, variable.value) for variable in layer.variables]
     with taking(layer, where) as changed:

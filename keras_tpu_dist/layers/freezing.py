@@ -27,7 +27,6 @@ class Frozen(Printed):
 
     Attributes:
         frozen: Paths of the weights that the patterns froze.
-        trained: Paths of the trainable weights.
         others: Paths of the weights that do not train for another reason: averages of
             `BatchNormalization`, kernels under LoRA, quantized kernels, layers with
             `trainable=False`.

@@ -312,7 +312,6 @@ def check_mask(name, mask, shape):
     """Checks a mask and returns it as `(batch, time)` booleans.
 
     Args:
-        name: The layer's name.
         mask: None, `(batch, time)` or `(batch, time, any)`, boolean or integer.
         shape: The shape of the layer's input.
     """

@@ -22,7 +22,6 @@ class Activations:
     If a layer splits its weights over a model axis, the features stay as the layer computes them.
 
     Attributes:
-        rows: The entry of the first dimension.
         time: The axis that splits the second dimension of a sequence, or `None`.
     """
 
@@ -35,7 +34,6 @@ class Activations:
         Args:
             shape: Its shape. Time is split if it is a sequence, `(batch, time, features)`, whose
                 length is divisible.
-            mesh: The mesh.
         """
         sequence = self.time is not None and len(shape) == _RANK_OF_A_SEQUENCE
         time = self.time if sequence and not shape[1] % mesh.shape[self.time] else None

@@ -162,11 +162,7 @@ def annotated(model: Any) -> Annotated:
 
 
 def layouts_in(output: Any) -> list:
-    """The axes in the annotation of an output, one entry for every tensor.
-
-    Args:
-        output: Axes, a list or dict of axes, or `None`.
-    """
+    """The axes in the annotation of an output, one entry for every tensor."""
     if isinstance(output, dict):
         return [axes for inner in output.values() for axes in layouts_in(inner)]
     if isinstance(output, list):
@@ -178,13 +174,8 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
     """Applies an annotation or rule to a layer's outputs, whatever their structure.
 
     Args:
-        outputs: The outputs of the layer.
         layout: A `NamedSharding`, `Activations` or axes for all tensors, or a list or dict of
             those.
-        mesh: The strategy's mesh.
-
-    Raises:
-        ValueError: If a list or dict of layouts does not fit the outputs.
     """
     if isinstance(layout, dict) and isinstance(outputs, dict):
         _check_structure(set(layout) <= set(outputs), outputs, layout)
@@ -253,11 +244,7 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
     """Writes an annotation on a layer, replaces an earlier one, and returns the layer.
 
     Args:
-        layer: A layer or model.
         annotation: The whole annotation; nothing of an earlier one is kept.
-
-    Raises:
-        ValueError: If `layer` is not a Keras layer.
     """
     if not isinstance(layer, keras.Layer):
         raise value_error(

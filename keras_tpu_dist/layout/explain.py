@@ -87,8 +87,6 @@ class OutputRow:
     """One layer whose output has a layout.
 
     Attributes:
-        path: The layer's path.
-        layout: Axes, or a list or dict of axes.
         reason: The annotation, rule or plan that decided.
     """
 
@@ -99,12 +97,7 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer or table that decides itself how to use its split weights.
-
-    Attributes:
-        path: The path of the layer or the table.
-        choice: Its decision, with the reason.
-    """
+    """A layer or table that decides itself how to use its split weights."""
 
     path: str
     choice: str
@@ -272,8 +265,6 @@ def explain_model(
 
     Args:
         model: A model; if it is not built, its existing variables are used.
-        placement: Its placement.
-        mesh: The mesh.
         tables: From the path of a table to how it is looked up and updated.
         not_trained: Why the strategy does not train the model, or `""`.
 
@@ -338,11 +329,7 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
     """The row of one variable, by its path or the end of it.
 
     Args:
-        explanation: The explanation of the whole model.
         path: The variable's path, or its last segments; a leading `…` or `/` is ignored.
-
-    Raises:
-        ValueError: If no variable, or more than one, has this path.
     """
     tail = path.lstrip("…").lstrip("/")
     found = [row for row in explanation.rows if row.path == path]

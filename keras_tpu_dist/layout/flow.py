@@ -209,7 +209,6 @@ class Flow:
 
         Args:
             products: Its products, and whether they sum over the dimension that it splits.
-            dims: The dimensions of weights that it splits.
             met: The kernels of values that are multiplied by one that it splits.
             sums: The bytes that operations within it sum.
         """
@@ -433,7 +432,6 @@ def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flo
     """Traces the call of a layer by itself, and analyses it.
 
     Args:
-        layer: A built layer or model.
         variables: Its variables, in the order in which a `Cut` numbers them.
         called: Arguments of its call, with symbolic tensors. Defaults to the shapes it was built
             for.

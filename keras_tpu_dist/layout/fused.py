@@ -202,7 +202,6 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
     """The products of a program whose features are separated, and not one by one.
 
     Args:
-        graph: The program.
         weights: The ids of values, or of the arrays of constants, that may be such kernels.
         scales: From the ids of quantized kernels to those of their scales and zero points.
     """
@@ -353,8 +352,6 @@ def taken_apart(
     """Rewrites a program so that fused kernels are inputs in their taken-apart shape.
 
     Args:
-        jaxpr: The program, a `ClosedJaxpr`.
-        weights: The number of its first inputs that are weights.
         scales: From the numbers of quantized kernels to those of their scales and zero points.
 
     Returns:

@@ -20,15 +20,9 @@ class Layouts:
     """Decides the layouts of variables and layer outputs on one mesh.
 
     Args:
-        mesh: The mesh.
-        data_axes: The mesh axes that split the batch.
         layout: `None`, `LayoutRules`, `(pattern, axes)` pairs, a `LayoutMap`, a plan or its name.
         shard_optimizer: Whether optimizer slots are split over the data axes.
         batch_first: Whether the batch is the first dimension of every input.
-
-    Raises:
-        ValueError: If the layout is none of these, it names an axis that the mesh does not have, or
-            there is no axis for the slots.
     """
 
     def __init__(
@@ -76,11 +70,7 @@ class Layouts:
         return place(model, self.setting, given)
 
     def planned(self, model: Any) -> Plan:
-        """The layouts that the plan chooses for a model.
-
-        Raises:
-            ValueError: If the layout is not a plan.
-        """
+        """The layouts that the plan chooses for a model."""
         check_model(model, "What a strategy says of layouts")
         if not isinstance(self.layout, Planner):
             raise value_error(
@@ -94,27 +84,15 @@ class Layouts:
         """The layout that a variable of a known model should have.
 
         Args:
-            variable: A variable of the model or of its optimizer.
             given: The layout that the user gave it, or `None`; ignored for an optimizer slot,
                 because Keras copied that layout from the weight.
-            placement: The placement of the variable's model.
-
-        Raises:
-            ValueError: If the layout does not fit the variable's shape or the mesh.
         """
         if given is not None and not placement.is_slot(variable):
             return self.translated(variable, given)
         return named_sharding(self.mesh, placement.decision(variable).axes)
 
     def by_rule(self, variable: Any) -> NamedSharding:
-        """The layout of a variable from its path and shape alone.
-
-        Args:
-            variable: A variable that is being created, or whose model is not known.
-
-        Raises:
-            ValueError: If the rule that matches does not fit the shape.
-        """
+        """The layout of a variable from its path and shape alone."""
         decision = decide(variable.path, self.layout)
         if decision is None and isinstance(self.layout, Planner):
             decision = self.layout.before_build(variable.shape, self.mesh, self.data_axes)
@@ -127,12 +105,8 @@ class Layouts:
         """A variable's own layout, on this mesh.
 
         Args:
-            variable: The variable.
             given: A `TensorLayout` or a `NamedSharding`, also on another mesh; anything else is
                 returned unchanged.
-
-        Raises:
-            ValueError: If it names an axis that the mesh does not have, or does not fit the shape.
         """
         if isinstance(given, keras.distribution.TensorLayout):
             axes = tuple(given.axes)
@@ -151,10 +125,6 @@ class Layouts:
         Args:
             path: The layer's path followed by `/output`. An annotation on the layer takes
                 precedence, then a rule for this path, then the plan, then the mesh.
-            placement: The placement of the running model, if there is one.
-
-        Raises:
-            ValueError: If the annotation names an axis that the mesh does not have.
         """
         layer = path.removesuffix("/output")
         if placement is not None and layer in placement.annotations.outputs:
@@ -178,10 +148,6 @@ def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
 
     Args:
         layout: Any form that `TPUStrategy` takes, or a `Plan`, whose rules are used.
-        axis_names: The mesh's axes.
-
-    Raises:
-        ValueError: If it is none of these, or names an axis that the mesh does not have.
     """
     if layout is None or isinstance(layout, Planner):
         return layout

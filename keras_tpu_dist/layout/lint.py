@@ -116,17 +116,9 @@ def lint_model(
     """Looks for mistakes in a model's layouts.
 
     Args:
-        model: The model.
-        placement: Its placement.
-        setting: The strategy's mesh and layout.
-        batch_size: The global batch size, to compare with the mesh.
-        foreign: Paths of variables that are not on the strategy's mesh.
         tables: The tables that cannot be used by rows although `tables=` asks for it: from path to
             reason.
         cheap: Whether to run only the checks that `fit` runs.
-
-    Returns:
-        The report.
     """
     found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
     found += _fallbacks(model, placement)

@@ -45,9 +45,6 @@ class LowRank:
     """A product with the sum of a kernel and its factors.
 
     Attributes:
-        product: The product.
-        side: Which of its operands is the sum.
-        kernel: The kernel.
         a: The first factor, `(..., rank)`.
         b: The second factor, `(rank, features)`.
         scale: What the product of the factors is multiplied by, or `None`.

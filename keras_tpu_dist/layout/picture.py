@@ -32,15 +32,8 @@ def picture_of(
 
     Args:
         what: What to draw; `None` for the mesh.
-        mesh: The strategy's mesh.
         placement: Returns the placement of a model.
         layout: Returns the layout of a variable, and a warning if it is uncertain.
-
-    Returns:
-        The picture.
-
-    Raises:
-        ValueError: If `what` is none of these.
     """
     if what is None:
         return picture_of_mesh(mesh)

@@ -30,7 +30,6 @@ class Setting:
     """The strategy's options for the decision.
 
     Attributes:
-        mesh: The mesh.
         data_axes: The axes of the mesh that split the batch.
         layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
@@ -52,10 +51,8 @@ class Placement:
     Attributes:
         decisions: From the id of a variable to its decision, not yet checked against its shape.
         slots: `(slot, weight)` pairs of the optimizer.
-        plan: The plan, if the layout is a planner.
         planned_outputs: From a layer's path to the layout of its output, by the plan or the mesh.
         ruled_outputs: From a layer's path to the decision of a rule about its output.
-        annotations: The annotations on the model's layers.
     """
 
     decisions: dict[int, Decision]
@@ -75,7 +72,6 @@ class Placement:
 
         Raises:
             LayoutError: If a rule or annotation does not fit the shape or the mesh.
-            ValueError: Keras's own, if several keys of a `LayoutMap` match.
         """
         found = self.decisions.get(id(variable), _REPLICATED)
         if found.reason.startswith(_AMBIGUOUS):
@@ -98,11 +94,7 @@ class Placement:
         return {**self.planned_outputs, **ruled, **self.annotations.outputs}
 
     def check_output(self, path: str) -> None:
-        """Raises a `ValueError` if an annotation's output layout names an axis that the mesh lacks.
-
-        Args:
-            path: The path of a layer with such an annotation.
-        """
+        """Raises a `ValueError` if an annotation's output names an axis that the mesh lacks."""
         names = self._setting.mesh.axis_names
         for axes in layouts_in(self.annotations.outputs[path]):
             check_axis_names([(f"{path}/output", axes)], names)
@@ -132,8 +124,6 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     their weight; metrics and the optimizer's other variables follow the rules.
 
     Args:
-        model: A model, built or not.
-        setting: The strategy's options.
         given: Returns the layout that the user gave a variable, or `None`.
     """
     notes = annotated(model)

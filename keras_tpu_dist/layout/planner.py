@@ -319,9 +319,6 @@ def split_largest(
     Args:
         shape: The tensor's shape.
         taken: Its layout so far; axes in it are kept.
-        mesh: The mesh.
-        data_axes: The axes to add.
-        before: The reason so far, in front of the new one.
 
     Returns:
         The decision; it has the axes `taken` if no dimension is divisible.

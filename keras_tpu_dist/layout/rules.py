@@ -21,7 +21,6 @@ class View:
 
     Attributes:
         shape: The weight's shape, with a dimension for each kind.
-        layer: The path of the layer.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +32,6 @@ class Gathered:
     """Features that a layer computes in parts, as its weight is split, and returns whole.
 
     Attributes:
-        layer: The layer's path.
         sizes: The sizes of the features: the last dimensions of its outputs.
     """
 
@@ -217,7 +215,6 @@ def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str
     Args:
         rules: Patterns, or paths, with their axes; `"logical"` in them means all logical sub-axes
             of the mesh.
-        axis_names: The mesh's axes.
     """
     for pattern, axes in rules:
         names = names_in(spell_out(axes, axis_names))
@@ -248,7 +245,6 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
 
     Args:
         path: The path of a variable, or of a layer's output (`".../output"`).
-        layout: The rules, in the form that the user gave.
     """
     if isinstance(layout, LayoutRules):
         index = layout.match(path)
@@ -280,7 +276,6 @@ def matching(layout: Any, path: str) -> list[str]:
 
     Args:
         layout: `LayoutRules` or a stock `LayoutMap`; other layouts have no patterns.
-        path: The path of a variable, or of a layer's output (`".../output"`).
     """
     if isinstance(layout, LayoutRules):
         return [layout.rules[i][0] for i in layout.matches(path)]
@@ -294,7 +289,6 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
 
     Args:
         layout: `LayoutRules` or a stock `LayoutMap`.
-        paths: The paths of a model's variables, and of its layers' outputs.
 
     Example:
 

@@ -93,11 +93,7 @@ class Projection:
         return 1 if stored is None else math.gcd(self.sizes[dim], self.kernel.shape[stored])
 
     def stored_axes(self, axes: Axes) -> Axes:
-        """The layout of the stored kernel.
-
-        Args:
-            axes: That of the kernel's dimensions.
-        """
+        """The layout of the stored kernel."""
         if not self.packed:
             return axes
         found: list[Any] = [None] * len(self.kernel.shape)

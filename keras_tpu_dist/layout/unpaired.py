@@ -34,10 +34,7 @@ class Unpaired:
     """A weight without a pair.
 
     Attributes:
-        path: The path of the weight.
         like: A key that is equal for weights that are reported together.
-        words: The description.
-        fix: The correction.
         by_row: Bytes that a device sends in a step per row of its batch; `None` if unknown.
         by_step: Other bytes that it sends in a step; `None` if unknown.
     """

@@ -91,7 +91,6 @@ def on_logical_device(function: Callable[..., Any], logical_device: int) -> Call
     Args:
         function: A function of arrays. Layers called in it may update their variables, but must not
             call `add_loss`. For a `keras.KerasTensor` it becomes a `keras.layers.Lambda`.
-        logical_device: The logical device.
     """
 
     @functools.wraps(function)

@@ -67,7 +67,6 @@ class SplitToLogicalDevices(_TensorAnnotation):
 
     Args:
         partition_dimensions: The number of parts, for every dimension.
-        batch_axis: The dimension that the replicas split, or `None`.
     """
 
     # Otherwise `lint` would report mesh axes that split no weight as unused.
@@ -87,11 +86,7 @@ class SplitToLogicalDevices(_TensorAnnotation):
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
 class ReplicateToLogicalDevices(_TensorAnnotation):
-    """`strategy.replicate_to_logical_devices` as a layer of a functional model.
-
-    Args:
-        batch_axis: The dimension that the replicas split, or `None`.
-    """
+    """`strategy.replicate_to_logical_devices` as a layer of a functional model."""
 
     def _say(self, strategy, inputs):
         return strategy.replicate_to_logical_devices(inputs, self.batch_axis)
@@ -103,11 +98,6 @@ class LogicalDevices:
 
     They are the devices along the mesh axes that do not split the batch, in row-major order of the
     axes.
-
-    Args:
-        mesh: The strategy's mesh.
-        data_axes: Its axes that split the batch.
-        topology: Its slice, if it has no chips attached.
     """
 
     mesh: Mesh

@@ -22,8 +22,6 @@ class _Around:
     """The layers around a layer that is being traced.
 
     Attributes:
-        names: Names whose values are kept.
-        met: The names that were found.
         attention: Whether only attention is recomputed.
     """
 
@@ -39,11 +37,7 @@ _around: contextvars.ContextVar[_Around] = contextvars.ContextVar("around", defa
 def computed_again(
     function: Callable[..., Any], layer: Any, policy: Policy, args: tuple, kwargs: dict
 ) -> Any:
-    """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept.
-
-    Raises:
-        ValueError: If a name in the policy is not found in the layer.
-    """
+    """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept."""
     if policy == "attention":
         _keras.route_attention_layers(layer, _attention_again)
         with setting(_around, replace(_around.get(), attention=True)):

@@ -15,7 +15,6 @@ def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, A
 
     Args:
         model: The model, built or not; it comes first.
-        path: The model's own path. Defaults to its name.
     """
     own = model.name if path is None else path
     yield own, model
@@ -29,7 +28,6 @@ def matching(pattern: str, path: str) -> bool:
     Args:
         pattern: Segments of the path from the right, with `*` and `?` as in file names; or a
             regular expression for them, as in `LayoutRules`.
-        path: The layer's path.
 
     Example:
 
@@ -56,7 +54,6 @@ def chosen_by_patterns(
     A layer inside another one that matches the same rule is left out.
 
     Args:
-        model: A model.
         rules: From a pattern to any value; the first match counts.
 
     Returns:

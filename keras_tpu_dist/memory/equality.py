@@ -92,11 +92,7 @@ def _is_of_jax(thing: Any) -> bool:
 
 
 def value_of(array: Any) -> Hashable:
-    """The content of an array.
-
-    Args:
-        array: An array, or a tracer, which equals itself alone.
-    """
+    """The content of an array."""
     if isinstance(array, jax.core.Tracer):
         return id(array)
     array = np.asarray(array)

@@ -23,9 +23,6 @@ def checked_policy(policy: Any) -> Policy:
 
     Args:
         policy: A word of `WORDS`, or names in a list or tuple.
-
-    Raises:
-        ValueError: If it is neither.
     """
     if isinstance(policy, str) and policy in WORDS:
         return policy

@@ -86,9 +86,6 @@ class LayerPolicies:
     Args:
         remat: `None`; a policy for the repeated blocks of every model; or a mapping from patterns
             of paths to policies, where `None` means that a layer is not recomputed.
-
-    Raises:
-        ValueError: If a policy does not exist.
     """
 
     def __init__(self, remat: Any = None):
@@ -100,12 +97,7 @@ class LayerPolicies:
         self._unused = set(self._rules or ())
 
     def choose(self, model: Any) -> None:
-        """Chooses the policies for the layers of a model, before its step is traced.
-
-        Raises:
-            ValueError: If it is a model to train, and a pattern matches no layer of it or of an
-                earlier model.
-        """
+        """Chooses the policies for the layers of a model, before its step is traced."""
         if self._rules is not None:
             found, unused = chosen_by_patterns(model, self._rules)
             self._unused &= unused

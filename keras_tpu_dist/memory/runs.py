@@ -107,9 +107,6 @@ class Block:
     """The call of a block in a program.
 
     Attributes:
-        layer: The block.
-        equation: The equation that calls it.
-        position: Its position in the program.
         inputs: Its inputs: values from outside, arguments, masks, and finally the values of its
             variables.
     """
@@ -223,7 +220,6 @@ def find_runs(jaxpr: Any, notes: Tracing) -> tuple[list[Run], dict[int, str]]:
 
     Args:
         jaxpr: The program, in which no value has two names; see `without_aliases`.
-        notes: The record of its trace.
 
     Returns:
         The runs of two blocks or more, and from the `id` of a layer to the reason why its call is

@@ -39,7 +39,6 @@ class ScannedRun(Printed):
     """Blocks that run as one loop.
 
     Attributes:
-        kind: Their class.
         paths: Their paths in the model, in the order in which they run.
     """
 

@@ -24,7 +24,6 @@ def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:
     are converted before they are stacked, they take half the bytes, and so do their gradients.
 
     Args:
-        jaxpr: The program, a `ClosedJaxpr` or a `Jaxpr`.
         positions: The inputs that may be converted.
 
     Returns:
@@ -97,8 +96,6 @@ class Step:
     """A part of a program.
 
     Attributes:
-        inputs: The values that it reads.
-        outputs: The values that it computes.
         compute: A function from the first to the second.
     """
 

@@ -49,7 +49,6 @@ class Agreed:
     """What the processes have agreed on about a model.
 
     Attributes:
-        weights: Whether they have compared its weights.
         batches_alone: The number of calls with one batch, such as `train_on_batch`.
     """
 
@@ -63,7 +62,6 @@ def agreed_call(name: str, model: Any) -> Iterator[None]:
 
     Args:
         name: `"fit"`, `"evaluate"`, and so on.
-        model: The model.
 
     Raises:
         PeerError: If they do not.
@@ -135,8 +133,6 @@ def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
     """Compares assigned values, at every 32nd call with one batch. See `compare_changes`.
 
     Args:
-        agreed: The agreements about the model, with the count of its calls.
-        model: The model.
         name: The call: `"train_on_batch"`, `"fit"`, and so on.
     """
     if name not in _LONG_CALLS:
@@ -157,7 +153,6 @@ def compare_weights(agreed: Agreed, model: Any) -> None:
 
     Args:
         agreed: The agreements about the model; the check is made once.
-        model: The model, built or not.
 
     Raises:
         ValueError: On all processes.

@@ -79,7 +79,6 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
 
     Raises:
         PeerError: If not all processes join rows.
-        ValueError: If the arrays differ in more than their number of rows.
     """
     fix = "Use arrays of the same shape and dtype in all processes."
     mine = [list(array.shape), str(array.dtype)]

@@ -65,11 +65,7 @@ def differ(answers: Sequence[dict[str, int]]) -> bool:
 
 
 def parts_differ(answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether processes with a part of the same name have different checksums for it.
-
-    Args:
-        answers: For every process, its checksums by the parts' names.
-    """
+    """Whether processes with a part of the same name have different checksums for it."""
     first: dict[str, Any] = {}
     return any(first.setdefault(name, m) != m for answer in answers for name, m in answer.items())
 

@@ -47,7 +47,6 @@ class Absence(NamedTuple):
 
     Attributes:
         kind: `FAILED`, `ENDED`, `LEFT` (within a call that all make), `SILENT` or `STUCK`.
-        words: The reason in words, for errors.
     """
 
     kind: str
@@ -59,8 +58,6 @@ class Channel:
 
     Args:
         client: JAX's client of the coordination service.
-        process_id: This process.
-        num_processes: The number of processes.
         why_not: Takes the missing processes and the seconds so far, and returns the reason to stop
             waiting, or `None`.
     """
@@ -143,8 +140,6 @@ class Channel:
 
         Args:
             what: The action, in the same words in all processes: `"fit of model 'a'"`.
-            fix: The fix for the error if the actions differ.
-            value: Plain data for the others.
             form: The form of their values. See `encoding.decoded`.
             reduce: Combines the values of all processes to plain data, in process 0. Without it,
                 all processes get the different values.
@@ -364,8 +359,6 @@ def _error(failed: bool, received: str, fix: str) -> PeerError:
     """The error for a process.
 
     Args:
-        failed: Whether another process failed.
-        received: What all processes do, in words.
         fix: The fix of this process's call, for processes that do not do the same.
     """
     if failed:

@@ -84,10 +84,8 @@ def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any
     """Decodes plain data from a text.
 
     Args:
-        text: The text of another process, or of a stranger.
         form: The required form: a type (`int`, `str`, ...), `None`, a tuple of alternatives, a list
             of as many forms, a dict of exactly these keys, `ListOf(form)` or `DictOf(form)`.
-        where: The source of the text, for errors.
 
     Raises:
         PeerError: If it is anything else.
@@ -133,7 +131,6 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
     Args:
         value: A result of `json.loads`.
         form: See `decoded`.
-        depth: The number of lists and dicts around the value.
     """
     if depth > _MOST_DEPTH:
         return False

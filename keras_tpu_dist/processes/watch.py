@@ -58,9 +58,6 @@ class Watch:
     beats needs three requests per process. Once process 0 is gone, every process reads all entries.
 
     Args:
-        channel: The host channel.
-        process_id: This process.
-        num_processes: The number of processes.
         peer_timeout_s: Seconds of silence after which a process counts as dead.
         together: Whether all processes start their watch at the same time. If not, one that has not
             written yet may still come.
@@ -117,7 +114,6 @@ class Watch:
         """Records the position of this process, for the others' errors; returns the previous one.
 
         Args:
-            where: The position, in words.
             inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that all
                 make, at `LAUNCH` of a program that all run.
         """

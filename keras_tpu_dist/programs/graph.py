@@ -41,10 +41,6 @@ class Equation:
     """An equation of a program, or of one that it calls.
 
     Attributes:
-        program: The program that the equation is of.
-        equation: The equation.
-        operands: What it reads.
-        results: What it makes.
         within: The calls of `jax.checkpoint` that it is in, from the outermost one.
         scope: The names of the layers around the calls that were inlined.
     """
@@ -98,9 +94,7 @@ class Graph:
     """A program.
 
     Attributes:
-        inputs: Its inputs.
         operations: Its operations, in order.
-        outputs: Its outputs.
     """
 
     inputs: list[Atom]
@@ -117,9 +111,6 @@ class Graph:
         """Computes the outputs, and nothing that they do not need.
 
         Args:
-            inputs: Arrays.
-            instead: Replacements of operations.
-            run: Computes the results of an operation from its operands.
             after: Other values of outputs, by the `id` of their atoms. It gets a function from an
                 atom to its array.
         """
@@ -187,7 +178,6 @@ class Instead:
     """The replacement of an operation.
 
     Attributes:
-        operands: The values that it reads.
         compute: A function from their arrays to the results.
     """
 

@@ -33,13 +33,7 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
 def with_constants(
     jaxpr: Any, constants: Mapping[Any, Any], inputs: Sequence[Any] | None = None
 ) -> Any:
-    """The program with other constants.
-
-    Args:
-        jaxpr: The program; a `ClosedJaxpr`.
-        constants: The value of each variable.
-        inputs: The variables of its inputs. Defaults to those that it has.
-    """
+    """The program with other constants."""
     program, values = opened(jaxpr), list(constants.values())
     inputs = list(program.invars if inputs is None else inputs)
     variables: dict[str, Any] = {"constvars": list(constants), "invars": inputs}
@@ -83,7 +77,6 @@ def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
     """The equation with `edit` applied to each program that it calls; itself if none changes.
 
     Args:
-        equation: The equation.
         edit: From a program to another one, or to the same object where nothing changes.
     """
     changed = {}
@@ -112,8 +105,6 @@ def any_equation(
     Equations that are not of interest are passed by, and what they call.
 
     Args:
-        jaxpr: The program.
-        holds: Whether an equation has the property.
         of_interest: Whether an equation is of interest. Defaults to all.
     """
     seen: set[int] = set()
@@ -138,7 +129,6 @@ def replacement(equation: Any, function: Callable) -> list:
     """Equations that compute an equation's results by another function.
 
     Args:
-        equation: The equation.
         function: From its operands to its result, or to a list of them. It must not use arrays
             of its own.
 
@@ -155,13 +145,8 @@ def inserted(
     """Equations to stand beside an equation, with its place in the source code and its layer.
 
     Args:
-        equation: The equation.
         function: From the operands to a list of results. It must not use arrays of its own.
-        operands: What the function takes, of the equation's program.
         results: The variables of its results; `None` for new ones.
-
-    Returns:
-        The equations, and the variables of the results.
     """
     inner = _traced(equation, function, operands)
     results = list(inner.outvars) if results is None else results
@@ -172,12 +157,8 @@ def surrounded(equation: Any, before: Callable, after: Callable) -> list:
     """An equation whose operands and results pass through functions.
 
     Args:
-        equation: The equation.
         before: From its operands to as many of the same shapes.
         after: From its results to as many of the same shapes.
-
-    Returns:
-        The equations.
     """
     first = _traced(equation, before, equation.invars)
     last = _traced(equation, after, equation.outvars)

@@ -40,9 +40,6 @@ class MatrixProduct:
         weight: Which weight it reads, by number, or `None` for a product of activations.
         contracted: The dimensions of the weight that are summed over.
         read_bytes: Bytes of its operands, without the weight.
-        weight_bytes: Bytes of the weight as it is read.
-        written_bytes: Bytes of its result.
-        times: How often it runs.
         taps: Places of a convolution's window, 1 of other products.
     """
 
@@ -58,13 +55,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows taken out of a weight, as an embedding does.
-
-    Attributes:
-        weight: Which weight, by number.
-        taken_bytes: Bytes of the rows.
-        ids: How many rows are taken.
-    """
+    """Rows taken out of a weight, as an embedding does."""
 
     weight: int
     taken_bytes: int
@@ -76,7 +67,6 @@ def products_of(jaxpr: Any, num_weights: int) -> tuple[MatrixProduct, ...]:
 
     Args:
         jaxpr: The trace; its first inputs are the weights.
-        num_weights: How many they are.
 
     Returns:
         Products in order; of `cond`, the branch with the most operations; the body of a `while`
@@ -86,12 +76,7 @@ def products_of(jaxpr: Any, num_weights: int) -> tuple[MatrixProduct, ...]:
 
 
 def lookups_of(jaxpr: Any, num_weights: int) -> tuple[Lookup, ...]:
-    """The look-ups of a traced forward pass, such as those of embeddings.
-
-    Args:
-        jaxpr: The trace; its first inputs are the weights.
-        num_weights: How many they are.
-    """
+    """The look-ups of a traced forward pass, such as those of embeddings."""
     return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, Lookup))
 
 

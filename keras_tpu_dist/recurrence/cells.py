@@ -24,7 +24,6 @@ class Activation:
     """An element-wise activation and its derivative.
 
     Args:
-        name: Its name in reports.
         function: Maps `(..., units)` to the same shape, element by element.
         slope: The derivative written in terms of the activation's output, or None if it needs the
             input; then it is obtained with one `jax.jvp`.
@@ -205,10 +204,6 @@ class Cell(Protocol):
         """The activations' inputs of all steps, from the states before each step.
 
         Args:
-            product: See `advance`.
-            recurrent: See `advance`.
-            bias: See `advance`.
-            projected: See `advance`, for all steps or for one.
             previous: The states before these steps, each `(..., batch, units)`.
         """
         ...
@@ -227,8 +222,6 @@ class Cell(Protocol):
         """One step backwards: `(cotangent of the state before, parts to emit)`.
 
         Args:
-            product: See `advance`.
-            recurrent: See `advance`.
             coefficients: The result of `coefficients` for this step.
             cotangent: Cotangents of the states after the step, each `(..., batch, units)`.
         """
@@ -238,10 +231,8 @@ class Cell(Protocol):
         """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
 
         Args:
-            product: See `advance`.
             emitted: The values that `retreat` emitted in all steps, each
                 `(time, ..., batch, columns)`.
-            inputs: See `coefficients`, for all steps; None if they were rebuilt step by step.
             previous: The states before every step, each `(time, ..., batch, units)`.
         """
         ...

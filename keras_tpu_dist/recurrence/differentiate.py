@@ -107,7 +107,6 @@ class Split:
     """The mesh axes that split the batch, if any.
 
     Args:
-        mesh: The mesh, or None on a single device.
         axes: Names of the mesh axes that split the batch.
     """
 
@@ -129,10 +128,7 @@ class Split:
         Args:
             function: The function to run. It returns arrays like `shared`, like `own`, and a sum
                 over rows for every weight, or nothing instead. The sums are added up over devices.
-            loop: How to run.
-            shared: Arrays over rows and features.
             own: Arrays over rows and units.
-            weights: The weights.
         """
         if self.mesh is None:
             return function(loop, shared, own, weights)
@@ -243,7 +239,6 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     """Runs a recurrence over `(batch, time, features)` with its own gradient.
 
     Args:
-        loop: How to run.
         split: Over which mesh axes the batch is split. If the batch is not divisible, it is padded
             with rows that are cut off again; rows are independent, so nothing else changes.
         x: `(batch, time, features)`.

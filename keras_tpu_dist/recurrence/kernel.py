@@ -69,14 +69,11 @@ def over_time(
     """`lax.scan` of `step` in a single TPU kernel.
 
     Args:
-        kernel: How to run.
-        name: Its name in profiles and compiled programs.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)` of one direction.
             It must not use other arrays.
         held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)`.
         inputs: Arrays `(time, batch, ...)`.
-        reverse: Whether time runs backwards.
         unroll: The maximal number of steps in one iteration; the largest divisor of the length of
             time up to it is used.
         directions: With 2, `held` and `carry` have a leading axis of two, and `inputs` and outputs

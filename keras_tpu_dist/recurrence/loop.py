@@ -112,9 +112,6 @@ class Loop:
         By default, the TPU compiler puts `(time, batch, gates)` batch-major into memory, because
         that suits the projection's product. Then every step reads eight times its bytes.
 
-        Args:
-            tree: Arrays whose first axis is time, or None.
-
         Returns:
             The same arrays, constrained if `pin_layout`.
         """
@@ -163,7 +160,6 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
     """The input's part of all steps, in one product: `(time, batch, gates * units)`.
 
     Args:
-        loop: How to run.
         x: `(time, batch, features)`, or `(batch, features)` for one step of one direction.
         weights: The weights as `ready` returns them.
 
@@ -189,7 +185,6 @@ def mask_for(loop: Loop, mask):
     """A mask for the loop: kernels cannot hold booleans in memory.
 
     Args:
-        loop: How to run.
         mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, or None.
     """
     return mask if mask is None or loop.kernel is None else mask.astype(jnp.int32)
@@ -209,14 +204,11 @@ def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) ->
     """`lax.scan` of `step`, on TPU in one kernel, or at least without filling memory twice.
 
     Args:
-        loop: How to run.
-        name: The loop's name, for its kernel.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)`, in a kernel of
             one direction. There it must not use other arrays.
         held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)` or `(2, batch, units)`.
         inputs: Arrays over time, `(time, batch, ...)` or `(time, 2, batch, ...)`.
-        reverse: Whether the last step comes first.
 
     Returns:
         The carry after the step that is run last, and the outputs of all steps, stacked over time.
@@ -272,9 +264,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
     """All steps forwards.
 
     Args:
-        loop: How to run.
         x: `(time, batch, features)`.
-        weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
         save: Whether the backward pass will need the saved values.
@@ -374,9 +364,6 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     """All steps backwards, then one product for every weight.
 
     Args:
-        loop: How to run.
-        x: `(time, batch, features)`.
-        weights: The weights.
         saved: The saved values of `run`.
         mask: See `run`.
         d_hs: Cotangent of the states after every step, or None.
@@ -443,10 +430,8 @@ def step_back(back, emit, d_after: State, d_h, mask_now):
     Args:
         back: Maps cotangents of the states after the step to those of the states before it, and to
             the emitted values of `Cell.retreat`.
-        emit: The dtype in which products read the emitted values.
         d_after: Cotangents of the states after the step, without `d_h`.
         d_h: Cotangent of the step's output, or None.
-        mask_now: The step's mask, or None.
     """
     if d_h is not None:
         d_after = (d_after[0] + d_h, *d_after[1:])
@@ -465,9 +450,6 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
     """The cotangents of the input, the kernel and the bias, from those of the gates' inputs.
 
     Args:
-        loop: How to run.
-        x: `(time, batch, features)`.
-        weights: The weights as `ready` returns them.
         parts: Cotangents that follow one another along the gates; joining them would copy all of
             them, which only pays for few rows.
         totals: The sum over rows of every part, or None if the kernel's product computes it.

@@ -21,9 +21,6 @@ def check_unroll(unroll: bool | int) -> bool | int:
     Args:
         unroll: True for all steps, False to leave the number open, or the number of steps in one
             iteration of the compiled loop.
-
-    Raises:
-        ValueError: If it is neither a boolean nor a whole number of at least 1.
     """
     if isinstance(unroll, bool):
         return unroll
@@ -40,16 +37,9 @@ def check_unroll(unroll: bool | int) -> bool | int:
 def check_segment(segment: int | str | None, steps: int | None = None) -> int | str | None:
     """Raises a `ValueError` for an invalid `segment`; resolves "auto" if the length is known.
 
-    Args:
-        segment: None, "auto", or the number of steps between kept states.
-        steps: The length of time, if known.
-
     Returns:
         The segment as given, or, for "auto" with known `steps`, about the square root of it: states
         at the ends of the segments and one segment's gates then take about equal memory.
-
-    Raises:
-        ValueError: If it is neither, or longer than time.
 
     References:
         Chen et al., "Training deep nets with sublinear memory cost",
@@ -112,8 +102,6 @@ class Sizes:
     """One layer on one device.
 
     Args:
-        batch: Rows.
-        units: Size of the state.
         features: Size of the input, or None if it is not known.
     """
 
@@ -141,13 +129,8 @@ def need(
     those spilled from registers, count four times.
 
     Args:
-        cell: The recurrence.
-        sizes: The layer's sizes.
-        parts: The number of parts of the rows.
-        steps: Steps in a block.
         reread: See `Kernel`.
         hoist: Whether the input is projected before the loop.
-        keep: Whether the activations' inputs are kept.
     """
     rows = -(-sizes.batch // (parts * TILE_ROWS)) * TILE_ROWS
     units, features = padded(sizes.units), padded(sizes.features or 1)
@@ -230,7 +213,6 @@ class Variant(Printed):
         hoist: Whether the input of all steps is projected before the loop.
         unroll: Steps per iteration of the compiled loop.
         segment: Steps between states that are kept, or None for all steps.
-        reason: The reason.
         kernel: The kernel for the loop, or None for a compiled loop.
         unrolled: Whether there is no loop, and every step has separate arrays.
     """
@@ -287,12 +269,6 @@ def choose(
     takes several times as long to start its kernels as they take to run.
 
     Args:
-        cell: The recurrence.
-        platform: "cpu", "gpu" or "tpu".
-        batch: Rows on one device.
-        steps: Length of time.
-        units: Size of the state.
-        features: Size of the input, or None if it is not known.
         unroll: True for no compiled loop, False for the rule's choice, or the number of steps per
             iteration.
         segment: See `check_segment`.

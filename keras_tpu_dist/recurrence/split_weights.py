@@ -34,8 +34,6 @@ class Gathering(Printed):
             in it.
         units_axes: Otherwise the mesh axes over which its units are split, every device with its
             part of every gate, so that the loop exchanges states; empty if Keras's path runs.
-        bytes: Bytes of its whole weights.
-        reason: The reason.
     """
 
     gather: bool
@@ -65,11 +63,7 @@ def gathering(
     instead of two large ones. So weights are gathered if a device has room for all of them.
 
     Args:
-        size: Bytes of the layer's whole weights.
-        units: Size of the state.
         axes: Mesh axes over which the recurrent kernel's last dimension is split.
-        mesh: Sizes of the mesh's axes.
-        data_axes: The axes that split the batch.
     """
     have = f"its weights are split and {size / 2**20:.1f} MiB whole"
     if size <= GATHERED_BYTES:
@@ -121,8 +115,6 @@ def by_units(weight, gates: int, axes: tuple[str, ...]):
 
     Args:
         weight: `(..., gates * units / devices)`.
-        gates: Gates of the recurrence.
-        axes: Mesh axes over which the columns are split.
 
     Returns:
         The same shape.

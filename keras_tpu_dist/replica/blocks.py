@@ -23,8 +23,6 @@ def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax
     Args:
         array: An array that is split over the strategy's data axes; of a sequence, over the
             sequence axis as well.
-        axis: The dimension that is split over the data axes.
-        strategy: The strategy.
 
     Raises:
         RuntimeError: If a replica's part is not completely in this process.
@@ -74,7 +72,6 @@ def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax
         blocks: The arrays by the number of their replica, at least for the replicas of this
             process.
         axis: The dimension along which they are joined.
-        strategy: The strategy.
     """
     hosts = {replica: np.asarray(block) for replica, block in blocks.items()}
     first = next(iter(hosts.values()))

@@ -82,9 +82,7 @@ class Call:
 
     Attributes:
         treedef: The structure of `(args, kwargs)`.
-        leaves: Their leaves.
         rows: The true number of rows of every replica, with a dynamic batch.
-        length: The true length, with buckets.
     """
 
     treedef: Any
@@ -180,15 +178,8 @@ def prepare(
     """Sorts and pads the arguments of a call.
 
     Args:
-        args: The positional arguments.
         kwargs: The keyword arguments, whose lengths are never padded to a bucket.
         options: The sizes that may vary, and are padded.
-        strategy: The strategy that runs the call.
-
-    Raises:
-        ValueError: If a per-replica value belongs to another strategy, rows are uneven without
-            `dynamic_batch`, or lengths differ.
-        TypeError: If an argument is a traced array or cannot be hashed.
     """
     flat, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
     axes: list[int | None] = []

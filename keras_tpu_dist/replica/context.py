@@ -311,12 +311,7 @@ def checked_axis(name: str, axis: Any, rank: int) -> int:
     """A dimension of an array, counted from the front.
 
     Args:
-        name: The method that got the dimension, for the error.
         axis: The dimension; a negative one counts from the end.
-        rank: The array's number of dimensions.
-
-    Raises:
-        ValueError: If the array does not have it.
     """
     if not is_count(axis, -rank) or axis >= rank:
         raise value_error(

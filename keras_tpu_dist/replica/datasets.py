@@ -521,7 +521,6 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
 
     Args:
         batches: Yields one batch after the other, each for one replica.
-        number: The number of replicas.
     """
     group: list = []
     for batch in batches:
@@ -539,8 +538,6 @@ def in_step(
     """A function that starts an iteration whose steps run in all processes together.
 
     Args:
-        batches: Starts an iteration over this process's host batches.
-        placer: The strategy's placer.
         own: How the processes agree on their rows; `None` if all have the same.
     """
     if own is not None:
@@ -566,11 +563,6 @@ def batches_of(
         placer: The strategy's placer, which knows the batch dimension of every array.
         own: Given if arrays are this process's rows, of which it provides its part of `batch_size`,
             and may have none.
-
-    Raises:
-        ValueError: If arrays come without `batch_size` or batches with it, if the arrays have no
-            rows or different numbers of rows, or if `batch_size` is not a whole number of at least
-            1.
     """
     arrays = _is_arrays(dataset)
     if arrays != (batch_size is not None):
@@ -659,13 +651,9 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     Args:
         parts: One batch for every replica, in order; or one `ShardBatch` for every replica of a
             process. Those of the last replicas may be missing.
-        strategy: The strategy.
 
     Returns:
         The structure of a batch, with a `PerReplica` instead of every array.
-
-    Raises:
-        ValueError: If the batches do not fit together.
     """
     return jax.tree.map(lambda parts: parts.placed(strategy), _host_parts(parts, strategy))
 
@@ -676,9 +664,6 @@ def place_parts_of_steps(steps: list, strategy: Strategy) -> Any:
     Returns:
         The structure of a batch, with `Steps` instead of every array; `None` if the steps differ in
         shapes.
-
-    Raises:
-        ValueError: If the batches of a step do not fit together.
     """
     flat = [jax.tree.flatten(_host_parts(parts, strategy)) for parts in steps]
     treedef = flat[0][1]

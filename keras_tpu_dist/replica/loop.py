@@ -26,9 +26,6 @@ class Launches:
     """The launches of one pass over a dataset, as `strategy.loop` makes them.
 
     Args:
-        launch: Launches the function.
-        iterator: The batches.
-        steps: The steps of a launch.
         args: The function's arguments after the batch.
         alike: Whether batches of one shape are launched together.
         every: Whether to return the results of every step.
@@ -82,17 +79,12 @@ def several(
     """Runs a number of steps, fewer if the input ends before.
 
     Args:
-        launch: Launches the function.
         iterator: The batches; every step gets the next one instead of the iterator.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        steps: The number of steps.
         alike: Whether batches of one shape are launched together.
         every: Whether to return the results of every step, or of the last one.
 
     Raises:
         StopIteration: If the input has already ended.
-        ValueError: If the results of the steps differ in shape and all are requested.
     """
     made, found = 0, []
     while made < steps and (taken := iterator.take(steps - made, alike)) is not None:
@@ -109,11 +101,7 @@ def several(
 
 
 def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIterator | None:
-    """The iterator over a distributed dataset among a function's arguments.
-
-    Raises:
-        ValueError: If there are several.
-    """
+    """The iterator over a distributed dataset among a function's arguments."""
     given = [*args, *kwargs.values()]
     found = {id(a): a for a in given if isinstance(a, DistributedIterator)}
     if len(found) > 1:
@@ -130,9 +118,6 @@ def iterator_over(dataset: Any) -> DistributedIterator:
 
     Args:
         dataset: A `DistributedDataset`, or an iterator over one, which continues.
-
-    Raises:
-        TypeError: If it is something else.
     """
     if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise type_error(
@@ -144,11 +129,7 @@ def iterator_over(dataset: Any) -> DistributedIterator:
 
 
 def check_steps(where: str, outputs: str, **steps: int) -> None:
-    """Checks the number of steps, and which results are requested.
-
-    Raises:
-        ValueError: If one is something else.
-    """
+    """Checks the number of steps, and which results are requested."""
     require(where, whole(1), **steps)
     require(where, _OUTPUTS, outputs=outputs)
 
@@ -163,9 +144,6 @@ def joined(launches: list[tuple[Any, int]]) -> Any:
 
     Args:
         launches: The results of every launch, stacked if there are several steps, and their number.
-
-    Raises:
-        ValueError: If the values of the steps differ in shape.
     """
     if len(launches) == 1 and launches[0][1] > 1:
         return launches[0][0]

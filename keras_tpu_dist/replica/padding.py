@@ -43,8 +43,6 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
     """The padded size of the dimension that holds the rows or the length.
 
     Args:
-        arrays: The arguments of one replica.
-        places: How the replicas get them.
         kind: `"rows"` or `"length"`.
     """
     for array, place in zip(arrays, places, strict=True):
@@ -59,11 +57,7 @@ def takes_any(kind: str, size: int) -> Iterator[None]:
     """A context in which a function is traced with twice as many rows, or twice the length.
 
     Args:
-        kind: `"rows"` or `"length"`.
         size: The padded number of them.
-
-    Raises:
-        ValueError: If that fails.
     """
     try:
         yield
@@ -81,13 +75,9 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
     """The dimensions of a result that are the padded rows, or the padded length.
 
     Args:
-        kind: `"rows"` or `"length"`.
         size: Their padded number.
         first: The result's shape.
         second: Its shape with twice as many.
-
-    Raises:
-        ValueError: If a dimension depends on the padding in another way.
     """
     axes = []
     for axis, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -109,7 +99,6 @@ def same_numbers(a: Any, b: Any) -> bool:
     """Whether two arrays are equal up to rounding.
 
     Args:
-        a: An array.
         b: Another. Unless they are exact, they may differ by 1e-6 plus 1e-5 of `b`; NaN equals NaN.
     """
     a, b = np.asarray(a), np.asarray(b)

@@ -69,7 +69,6 @@ class _Known:
     """Variables that are inputs: shared by all replicas, or with a copy in each.
 
     Args:
-        variables: The variables.
         consumed: The `id`s of those whose arrays the program overwrites.
     """
 
@@ -85,7 +84,6 @@ class _Scan:
     """Several steps in one launch.
 
     Attributes:
-        steps: The number of steps.
         stepped: For every array of the arguments, whether it differs from step to step.
         every: Whether to return the results of all steps, or of the last one.
     """
@@ -116,8 +114,6 @@ class ReplicaProgram:
     Args:
         function: Returns the user's function. Programs are cached as long as the function lives, so
             they must not keep it alive.
-        call: The arguments of the first call.
-        strategy: The strategy.
         buffers: The arrays that the strategy's programs consume.
 
     Raises:
@@ -163,11 +159,7 @@ class ReplicaProgram:
 
         Args:
             call: The arguments, with the same `key` as those of the first call.
-            steps: The number of steps.
             every: Whether to return the results of all steps, stacked, or of the last one.
-
-        Raises:
-            ValueError: If padding changed a result, or an update of a variable.
         """
         if call.check_padding and not self._checked_padding and call.padded:
             self._check_padding(call.of_first_step())

@@ -28,14 +28,7 @@ _OVER_REPLICAS: dict[str, Any] = {
 
 
 def checked_reduction(op: Any) -> str:
-    """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`.
-
-    Args:
-        op: The name, or a member of an enum that has such a name.
-
-    Raises:
-        ValueError: If it is none of "sum", "mean", "max", "min".
-    """
+    """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`."""
     name = op if isinstance(op, str) else getattr(op, "name", None)
     lowered = name.lower() if isinstance(name, str) else None
     if lowered not in REDUCTIONS:
@@ -54,12 +47,6 @@ def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, 
 
     Args:
         op: A name of `REDUCTIONS`.
-        array: The array.
-        axes: The dimensions, counted from the front.
-        replicas: Within replica code, the mesh axes of the replicas.
-
-    Raises:
-        ValueError: For the maximum or minimum of no values, or of complex numbers.
     """
     array = jnp.asarray(array)
     wide, result = dtypes_of(op, array.dtype)
@@ -79,9 +66,6 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
     A sum of integers, or of `bool`, has at least 32 bits, and their mean is a floating-point
     number. Floating-point numbers keep their dtype; those with fewer than 32 bits are added up in
     float32. The maximum and the minimum have the dtype of the values.
-
-    Raises:
-        ValueError: For the maximum or minimum of complex numbers.
     """
     dtype = jnp.dtype(dtype)
     if op in ("max", "min"):

@@ -150,11 +150,7 @@ class RunOptions(TensorFlowNames):
 
 
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
-    """A host array padded to its bucket.
-
-    Raises:
-        ValueError: If the length is 0 or longer than the largest bucket.
-    """
+    """A host array padded to its bucket."""
     _check_length(array.shape[axis], name)
     return padded(array, axis, options.bucket(array.shape[axis]))
 
@@ -165,11 +161,6 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     Args:
         value: The value, padded or not.
         axis: The dimension, whose true length is the same on all replicas.
-        options: The options, which have the buckets.
-
-    Raises:
-        ValueError: If the length is 0, is longer than the largest bucket or differs by replica, or
-            if the dimension is the one that is split over the replicas.
     """
     check_no_rows(axis, None if value.stacked else value.axis, value.array.shape)
     if axis in value.sizes:
@@ -200,7 +191,6 @@ def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
     """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows.
 
     Args:
-        axis: The dimension to pad.
         rows: The dimension that is split over the replicas, if it is one of the values'.
         shape: The shape on all replicas.
     """
@@ -217,7 +207,6 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
     """The value with the padding of a dimension, equal on all replicas, cut off.
 
     Args:
-        value: The value.
         axis: The dimension of one replica's value, a key of `value.sizes`.
     """
     length = value.sizes[axis][0]

@@ -35,7 +35,6 @@ class Recorder(keras.StatelessScope):
     which are combined on exit.
 
     Args:
-        context: The replica's context.
         values: Values of the known variables, by `id`: shared values, and the replica's own.
         combine: The `id`s of variables whose updates differ and must be combined.
     """
@@ -75,15 +74,7 @@ class Recorder(keras.StatelessScope):
         return zeros
 
     def add_update(self, update: tuple) -> None:
-        """Takes an assignment; called by Keras.
-
-        Args:
-            update: The variable and the value that this replica assigns.
-
-        Raises:
-            ValueError: If a shared variable with `aggregation="mean"` gets a value that is not
-                floating-point, or if the assignment comes from a branch or a loop.
-        """
+        """Takes an assignment; called by Keras."""
         variable, value = update
         self._check_place(variable)
         self._set(variable, self.combined(variable, value))
@@ -92,8 +83,6 @@ class Recorder(keras.StatelessScope):
         """Handles `assign_add` or `assign_sub`: a sum adds up the additions, not the results.
 
         Args:
-            variable: The variable.
-            value: What this replica adds or subtracts.
             sign: 1 to add, -1 to subtract.
             stock: Keras's own method, called for a variable whose updates are not summed here.
 
@@ -161,9 +150,6 @@ def read_combined(
     """The value of an "on_read" variable for who reads it outside of the replicas.
 
     Args:
-        variable: The variable.
-        value: This replica's own.
-        context: The replica's context.
         combine: The `id`s of variables whose values differ and must be combined.
     """
     how = variable.aggregation
@@ -194,10 +180,6 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
         differing: Updated variables with aggregation `"none"` or `"only_first_replica"` whose new
             values may differ.
         already: The `id`s decided before.
-
-    Raises:
-        ValueError: If one cannot be combined: a trainable weight (its gradients were not reduced),
-            an integer, or an `"on_read"` variable without aggregation.
     """
     for variable in sorted(differing, key=lambda v: not v.trainable):
         if variable.aggregation == "none":
@@ -218,10 +200,6 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
 
     Args:
         variables: The variables; those that are on the mesh already do not move.
-        strategy: The strategy.
-
-    Raises:
-        ValueError: If the layout of a variable does not fit its shape.
     """
     # Keras gives slots their weight's layout and does not ask the strategy.
     foreign = [v for v in variables if not strategy.layouts.owns(_keras.variable_layout(v))]
@@ -276,8 +254,6 @@ def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None
     """Assigns the combined values to "on_read" variables, and stores the replicas' own.
 
     Args:
-        variables: The variables.
-        combined: The values for reads outside of replica code.
         copies: The replicas' own values of every variable, `(replicas, ...)`.
     """
     _keras.follow_state((variables,), (combined,))

@@ -193,13 +193,9 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
     Args:
         value: A `PerReplica`, or a structure with some; other leaves are the same for every
             replica.
-        strategy: The strategy that made the values.
 
     Returns:
         The tuple; `(value,)` if there is no `PerReplica`.
-
-    Raises:
-        ValueError: If a value belongs to another strategy.
     """
     leaves, treedef = jax.tree.flatten(value)
     if not any(isinstance(leaf, PerReplica) for leaf in leaves):
@@ -222,9 +218,7 @@ class DescribedValue:
     """The description of one replica's value that all processes get.
 
     Attributes:
-        kind: The name of its type.
         shape: Its shape.
-        dtype: Its dtype.
         checksum: The checksum of its elements; `0` if no other process has this replica.
     """
 
@@ -277,7 +271,6 @@ class Steps:
     """An array for every one of several steps, stacked along a new first dimension.
 
     Args:
-        array: The stack, on the mesh.
         form: Creates the value of one step from its array; `None` if the value is the array itself.
     """
 
@@ -321,7 +314,6 @@ def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
 
     Args:
         steps: Its values for every step, all with the same `form`.
-        strategy: The strategy.
     """
     first = steps[0]
     blocks = {i: np.stack([step.blocks[i] for step in steps]) for i in first.blocks}
@@ -334,11 +326,6 @@ def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: st
 
     Args:
         own: The values by the number of their replica, at least for the replicas of this process.
-        every: The descriptions of all replicas' values.
-        name: The function that returned them, for errors.
-
-    Raises:
-        ValueError: If they are not numbers, or differ in dtype or in more than the first dimension.
     """
     _check_fit(every, name)
     lengths = [described.shape[0] for described in every if described.shape]
@@ -355,8 +342,6 @@ def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> A
 
     Args:
         own: The structures by the number of their replica, for the replicas of this process.
-        strategy: The strategy.
-        name: The function that returned them, for errors.
 
     Raises:
         ValueError: On all processes, if the replicas' values do not fit together.

@@ -19,12 +19,8 @@ class Point:
     """One dry run.
 
     Args:
-        number: Its number in the table.
-        words: Its description.
         group: Its group; every group has a colour.
-        bytes: Memory on one device.
         seconds: The range of the step time, or `None` if unknown.
-        fits: Whether it fits in memory.
     """
 
     number: int

@@ -24,10 +24,7 @@ class Repeated:
     """A block of consecutive layers, repeated with equal rows.
 
     Attributes:
-        first: The path of its first layer.
         last: The path of the last layer in the last repetition.
-        times: The number of repetitions.
-        rows: All rows of the first repetition.
         entries: The same rows, with repetitions within the block folded in turn.
     """
 
@@ -50,7 +47,6 @@ class Alike:
     """Rows that share a line.
 
     Attributes:
-        rows: The rows.
         pattern: A pattern that all of their paths match, with `*` for the parts that differ, if
             they come from anywhere in the model; `""` if they are consecutive in one layer.
     """
@@ -63,7 +59,6 @@ class Alike:
 
         Args:
             path: A function from a row to its path.
-            within: The common start of all paths, which is left out.
 
         Example:
 
@@ -90,7 +85,6 @@ def short_rows(
     those with the same last name; then all with the same layout.
 
     Args:
-        rows: The rows.
         path: A function from a row to its path, with `/` between names.
         key: A function from a row to the data that must be equal in equal blocks.
         alike: A function from a row to the data that must be equal in a shared line, and to a
@@ -125,8 +119,6 @@ def families(
     """Groups similar rows from anywhere in the model, in the order of their first rows.
 
     Args:
-        rows: The rows.
-        path: A function from a row to its path.
         alike: A function from a row to the data that must be equal, and to a sentence in which
             numbers and quoted names may differ.
         label: A function from a path to the part of it that must be equal.
@@ -314,13 +306,7 @@ def folded(
     equals `decoder_1/up/kernel` if both have the same key.
 
     Args:
-        rows: The rows.
-        path: A function from a row to its path, with `/` between names.
         key: A function from a row to the data that must be equal; numbers in strings may differ.
-        within: The path above all rows.
-
-    Returns:
-        Rows, and repeated blocks.
 
     Example:
 
@@ -362,11 +348,7 @@ def table_rows(
 
     Args:
         entries: `Alike` and `Repeated`.
-        path: A function from a row to its path.
-        cells: A function from the rows of a line, their name and the path above them to the cells.
-        size: A function from the rows of a block to a text about one block.
         within: The path above all entries, with a slash at its end, or `""`.
-        indent: The indentation of the first cells.
     """
     for entry in entries:
         if isinstance(entry, Alike):
@@ -388,7 +370,6 @@ def relative(text: str, within: str) -> str:
     """Makes the quoted paths in a sentence relative to a layer.
 
     Args:
-        text: The sentence.
         within: The layer's path with a slash at its end, or `""`.
 
     Example:
@@ -405,8 +386,6 @@ def children_of(
     """Groups rows by the next name in their paths, in the order of their first rows.
 
     Args:
-        rows: The rows.
-        path: A function from a row to its path.
         within: The path above all rows, with a slash at its end, or `""`.
     """
     children: dict[str, list[Any]] = {}

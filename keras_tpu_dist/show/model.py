@@ -47,10 +47,7 @@ class Box:
     """A block of the drawing.
 
     Attributes:
-        words: The layers that it represents.
         times: How often the block repeats in the model.
-        rows: The weights of one repetition.
-        within: The common start of their paths.
         layers: The number of layers of one kind that share the box; `rows` has all their weights.
     """
 

@@ -240,11 +240,7 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
     """Returns a page, or writes it to a file.
 
     Args:
-        text: The page.
         path: The file; an existing file is replaced atomically. `None` to get the text.
-
-    Raises:
-        ValueError: If the file's folder is missing, or it is a folder itself.
     """
     if path is None:
         return text
@@ -263,11 +259,7 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
 
 def file_of(path: str | os.PathLike) -> Path:
-    """The file for a page, a picture or a model, checked.
-
-    Raises:
-        ValueError: If its folder is missing, or it is a folder itself.
-    """
+    """The file for a page, a picture or a model, checked."""
     named = isinstance(path, (str, os.PathLike)) and os.fspath(path) != ""
     if not named:
         raise value_error(

@@ -45,17 +45,12 @@ def slice_text(index: tuple[int, int], size: int) -> str:
 
     Args:
         index: `(start, stop)` in one dimension.
-        size: The number of elements in that dimension.
     """
     return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
 
 
 def as_plain_text(renderable) -> str:
-    """The output of rich, without colours.
-
-    Args:
-        renderable: A picture, or anything else that rich can print.
-    """
+    """The output of rich, without colours."""
     console = Console(
         width=text_width(), color_system=None, record=True, file=io.StringIO(), force_jupyter=False
     )
@@ -76,7 +71,6 @@ def device_label(device_id: int, process: int, coords) -> str:
     """The label of a device: its id, its coordinates on the torus and its host.
 
     Args:
-        device_id: JAX's id of the device.
         process: The index of its process; the label has no host for process 0.
         coords: Its coordinates on the torus, or `None` for a device without coordinates.
     """
@@ -108,7 +102,6 @@ class Picture(Shown):
             path: The file to write. If it does not end with `.svg`, matplotlib writes it.
 
         Raises:
-            ValueError: If its folder is missing, or its ending is not a known format.
             ImportError: If it is not an `.svg` and matplotlib is not installed.
         """
         file = file_of(path)
@@ -141,7 +134,6 @@ class Piece:
 
     Attributes:
         index: `(start, stop)` in each dimension.
-        devices: Ids of the devices that hold it.
     """
 
     index: tuple[tuple[int, int], ...]
@@ -157,14 +149,9 @@ class TensorPicture(Picture):
     title.
 
     Attributes:
-        name: The tensor's name.
         shape: Its shape.
-        layout: Its layout as text.
         pieces: Its pieces, in order.
-        rows: The dimension drawn downwards, or `None`.
-        columns: The dimension drawn to the right, or `None`.
         axes: One entry per dimension: the mesh axes that split it.
-        mesh: Axis names and sizes.
         note: A warning about the layout, or `""`.
     """
 
@@ -294,7 +281,6 @@ class MeshPicture(Picture):
     """A picture of a mesh's devices at their positions.
 
     Attributes:
-        axes: Axis sizes.
         devices: `(indices on the axes, device id, process, chip coordinates or None)` for every
             device.
     """
@@ -393,8 +379,6 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
 
     Args:
         x: Its left side, in pixels.
-        y: Its top.
-        width: Its width.
         words: Its text; without text, nothing is drawn.
         colour: The colour of the axis; `NONE` if no axis splits the dimension.
     """
@@ -410,11 +394,7 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
 def svg_below(
     top: float, keys: Sequence[tuple[str, str]], lines: Sequence[str]
 ) -> tuple[float, list[str]]:
-    """The legend and the notes below a picture.
-
-    Returns:
-        The height of the legend and notes, and their SVG elements.
-    """
+    """The legend and the notes below a picture."""
     parts, x, y = [], 4.0, top + 8
     for colour, words in keys:
         parts += [svg_box(x, y, 12, 12, colour), svg_text(x + 17, y + 10, words)]

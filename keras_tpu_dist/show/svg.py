@@ -34,7 +34,6 @@ def svg_text(
         y: Its baseline, in pixels from the top.
         text: The line as plain text; it is escaped here.
         anchor: The part of the text at `x`: `"start"`, `"middle"` or `"end"`.
-        bold: Whether it is bold.
         colour: Its colour; by default that of the text around the picture.
     """
     weight = ' font-weight="bold"' if bold else ""
@@ -49,12 +48,7 @@ def svg_box(
 
     Args:
         x: Its left side, in pixels.
-        y: Its top.
-        width: Its width.
-        height: Its height.
-        fill: Its colour.
         title: The tooltip, as plain text; it is escaped here.
-        more: Further SVG attributes.
     """
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     inner = f"<title>{html.escape(title)}</title>" if title else ""

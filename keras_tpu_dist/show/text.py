@@ -99,7 +99,6 @@ def text_table(
     Args:
         header: Its first line, or `()` for none.
         rows: Its other lines, with the same number of cells; a `str` is a line across the table.
-        indent: The start of every line.
         width: The largest width of a line. Defaults to `text_width()`.
 
     Example:
@@ -170,8 +169,6 @@ def fitting_columns(
     """The columns of a table to print: some are left out, in order, until no cell has to wrap.
 
     Args:
-        header: The names of the columns.
-        rows: Their cells.
         leave_out: The columns that may be left out, the least important first.
         indent: See `text_table`.
 

@@ -44,11 +44,8 @@ class ChosenSum:
     """A sum over experts in which only the chosen ones count.
 
     Attributes:
-        operation: The operation that computes the sum.
         indices: The chosen experts of every token; the last dimension is that of the choices.
-        count: The number of experts.
         rows: How to compute the summands for a token and an expert.
-        labels: The meaning of the result's dimensions.
     """
 
     operation: Equation
@@ -65,11 +62,7 @@ class ChosenSum:
         return [*(value for value, _ in leaves), self.indices]
 
     def replaced(self, where: Where) -> Instead:
-        """The replacement that computes only the chosen experts.
-
-        Args:
-            where: Which mesh axes split tokens and experts.
-        """
+        """The replacement that computes only the chosen experts."""
         rows, sizes = self.rows, self.indices.shape[:-1]
         dtype = self.operation.results[0].aval.dtype
 
@@ -115,8 +108,6 @@ def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | No
     """Runs a program, computing only the chosen experts.
 
     Args:
-        jaxpr: The program, a `ClosedJaxpr`.
-        inputs: Its inputs.
         where_of: A function from the number of experts to the `Where` of their kernels.
 
     Returns:
@@ -261,8 +252,6 @@ class _Product:
     """A product of rows and the kernels of their experts.
 
     Attributes:
-        operation: The product.
-        rows: The computation of the rows.
         row_dims: The dimensions of rows that are summed over.
         kernel: The number of the kernels among the values of experts.
         kernel_dims: The dimensions of kernels that are summed over, without that of experts.
@@ -284,13 +273,9 @@ class _Rows:
     In a row, the dimensions of tokens and of experts have size one.
 
     Attributes:
-        count: The number of experts.
-        sizes: The sizes of the token dimensions.
         tokens: The values of tokens that rows read, with their labels.
         experts: The same for values of experts.
         whole: The same for values that are common to all rows.
-        products: The products with the experts' kernels.
-        end: The step that computes the result.
         features: The sizes of the other dimensions of the result.
     """
 
@@ -319,12 +304,7 @@ class _Rows:
         """Sets the computation of the rows of a product that sums over experts.
 
         Args:
-            operation: The product.
             value: The operand that is zero except for the chosen experts.
-            labels: The meaning of its dimensions.
-
-        Returns:
-            The meaning of the dimensions of the result.
         """
         side = next(i for i, operand in enumerate(operation.operands) if operand is value)
         places = _places_before(operation, side)

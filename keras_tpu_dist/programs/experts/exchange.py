@@ -42,7 +42,6 @@ def exchange_tokens(
     Args:
         model: A built model whose step has not been traced yet.
         axes_of: A function from a variable to its layout, one entry per dimension.
-        data_axes: The mesh axes that split the batch.
     """
     for layer in _keras.flatten_layers(model):
         for kernel in _kernels(layer):
@@ -93,12 +92,7 @@ def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
 
 
 def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
-    """Whether exchanging tokens takes less time than gathering kernels.
-
-    Args:
-        tokens_bytes: Bytes that each device sends to experts, and gets back.
-        kernels_bytes: Bytes of all experts' kernels.
-    """
+    """Whether exchanging tokens takes less time than gathering kernels."""
     return _EXCHANGE_FACTOR * tokens_bytes < kernels_bytes
 
 

@@ -24,7 +24,6 @@ class Where:
 
     Attributes:
         mesh: The mesh, or `None` for one device.
-        tokens: The axes that split tokens.
         experts: The axes that split experts; they may also split tokens.
     """
 
@@ -44,8 +43,6 @@ class Group:
     Attributes:
         tokens: The values of tokens, `(rows, ...)`.
         experts: The values of this device's experts, `(experts, ...)`.
-        whole: Values that are common to all rows.
-        sizes: The number of rows of each expert.
         expert: The expert of each row; beyond the last one for rows of other devices.
         real: Whether each row belongs to this device; `None` if all do.
     """
@@ -97,11 +94,8 @@ def routed(
         compute: A function from a `Group` to `(rows, ...)`.
         tokens: Values of tokens, `(tokens, ...)`.
         experts: Values of experts, `(experts, ...)`.
-        whole: Other values that rows read.
         indices: `(tokens, chosen)`, different experts for every token.
         count: The number of experts, divisible by the axes that split experts.
-        where: The mesh axes that split tokens and experts.
-        dtype: The dtype of the sum and of the result.
 
     Returns:
         `(tokens, ...)`.

@@ -25,7 +25,6 @@ class _Shared:
     Attributes:
         side: The number of the operand, 0 or 1.
         source: The array that the operand repeats along a batch dimension, or the operand itself.
-        axis: The batch dimension.
         constraint: The equation that constrains the repeated array's layout, or `None`.
     """
 

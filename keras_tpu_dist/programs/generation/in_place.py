@@ -24,7 +24,6 @@ class _Part:
 
     Attributes:
         begins: The start in each dimension of the cache.
-        ends: The end in each dimension of the cache.
         dims: The dimensions of the cache that the part has, in order. In the others it is one
             element.
     """
@@ -56,8 +55,6 @@ class _Plan:
     """The replacement of one cache in a loop.
 
     Attributes:
-        cache: The cache's variable in the loop's body.
-        result: The variable of the next cache.
         writes: From the result of a write to the part of the cache that it replaces.
         stacks: The results of operations that stack parts.
     """

@@ -35,9 +35,6 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     Every device that takes the branch then computes all rows. `None` if nothing is exchanged.
 
-    Returns:
-        The replacement equations, or `None`.
-
     Raises:
         RowsExchanged: If the branch is that of an assigned layer, which can be traced differently.
     """

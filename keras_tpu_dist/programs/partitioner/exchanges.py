@@ -59,9 +59,6 @@ def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[
     same position on the axes that choose the branch. A permute waits for all devices, whatever it
     sends.
     on the axes that choose the branch. A permute waits for all devices, whatever it sends.
-
-    Returns:
-        The lines of the program with such exchanges.
     """
     places = _places(sizes, taken)
     bodies = _computations(text)

@@ -33,7 +33,6 @@ class Jitted:
 
     Args:
         function: A function of arrays.
-        mesh: The mesh.
         layouts: A function of the arguments that returns a `NamedSharding` or `None` for every
             argument, or a structure of them that is a prefix of it.
         outputs: The same for every entry of the tuple that the function returns, if its results
@@ -329,9 +328,6 @@ def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
 
     Returns:
         For every array, in the order of `jax.tree.leaves`, the axes of its dimensions.
-
-    Raises:
-        ValueError: If the structures do not fit, or a layout has more dimensions than its array.
     """
     marked = jax.tree.map(_Layout, layouts, is_leaf=_is_layout)
     try:

@@ -27,8 +27,6 @@ def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]
     """An array with a layout for some of its dimensions.
 
     Args:
-        array: The array.
-        mesh: The mesh.
         dimensions: From a dimension to the axes that split it, `()` for none. The compiler may
             choose for the others.
     """
@@ -43,9 +41,7 @@ def padded_at_the_end(array: Any, rows: Mapping[int, int], value: Any = 0) -> An
     """An array with rows of one value added at the end of some dimensions.
 
     Args:
-        array: The array.
         rows: From a dimension to the number of rows added to it; others get none.
-        value: The value of the rows.
     """
     if not any(rows.values()):
         return array

@@ -42,7 +42,6 @@ class Classes:
 
         Args:
             atom: A value of the program; a literal is never split.
-            dimension: The number of one of its dimensions.
         """
         return self._known(self._axes, atom, dimension)
 
@@ -110,7 +109,6 @@ class Classes:
         """Records that a value has a given layout.
 
         Args:
-            atom: A value of the program.
             axes: For each of its dimensions, the mesh axes that split it; may end early.
         """
         self._seed(atom, axes, self._axes)
@@ -127,10 +125,7 @@ class Classes:
         """Puts two dimensions into one class, unless one of them is only repeated.
 
         Args:
-            one: A value of the program.
-            i: The number of its dimension.
             other: Another value, or the same; if one is a literal, nothing is linked.
-            j: The number of the other's dimension.
             repeats: Whether a dimension of one row that becomes one of several is repeated. A
                 slice, in contrast, takes one of several rows, which is then split as they are.
         """
@@ -152,10 +147,7 @@ class Classes:
         """Puts two dimensions into one class, whatever their sizes.
 
         Args:
-            one: A value of the program, not a literal.
-            i: The number of its dimension.
             other: Another value, or the same.
-            j: The number of the other's dimension.
         """
         ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
         self._merge(self._root(ours), self._root(theirs))
@@ -164,7 +156,6 @@ class Classes:
         """Links the dimensions of two values of the same rank, one by one.
 
         Args:
-            one: A value of the program.
             other: Another value; if it has another rank, or one is a literal, nothing is linked.
         """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
@@ -251,11 +242,7 @@ class Classes:
 
 
 def spec_axes(sharding: Any) -> Axes:
-    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings.
-
-    Args:
-        sharding: The sharding of an array, or `None`.
-    """
+    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings."""
     if not isinstance(sharding, NamedSharding):
         return ()
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -269,13 +256,8 @@ class Spread(Classes):
     """The classes of a program's dimensions, and the mesh axes of every class.
 
     Args:
-        jaxpr: The program.
         inputs: For every input, the axes of its dimensions.
         outputs: The same for every output; empty if none has a layout.
-        mesh: The mesh.
-
-    Raises:
-        ValueError: If they are not as many as the program's inputs, or outputs.
     """
 
     def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):

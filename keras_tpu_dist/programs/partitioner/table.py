@@ -33,14 +33,10 @@ class Fault:
 
     Attributes:
         name: Its subject, and the heading of its report.
-        operations: The JAX primitives it occurs in.
-        wrong: What XLA does wrong, and when.
         instead: The program that is compiled instead.
         candidate: A quick check whether an equation may be partitioned wrongly on a mesh.
         repaired: From an equation and the `Spread` of its program to the replacement equations, or
             `None` if it is partitioned correctly.
-        seen: The versions in which it was seen.
-        upstream: The upstream report, or `None`.
         right_since: The first jaxlib without the fault, as `(0, 12)`, or `None`. From there on
             nothing is replaced.
     """

@@ -34,7 +34,6 @@ def whole_along(
     """An operation with some dimensions whole, or `None` if they already are. See `repaired`.
 
     Args:
-        equation: The operation.
         spread: Which mesh axes may split which dimension of the program's values.
         wrong: Whether a dimension of the first operand must be whole, from the operation, the
             dimension, and the most parts that it may be split into.

@@ -34,10 +34,6 @@ class TableSplit:
     """How a table and the ids that look it up are split.
 
     Attributes:
-        mesh: The mesh.
-        rows: The axes that split the table's rows.
-        columns: The axes that split its columns.
-        batch: The axes that split the ids.
         shape: The table's shape.
     """
 
@@ -134,12 +130,7 @@ class Route(NamedTuple):
 
 
 class Lookups:
-    """One lookup of a table, or the return of its gradients.
-
-    Args:
-        split: How table and ids are split.
-        count: The number of ids of one device.
-    """
+    """One lookup of a table, or the return of its gradients."""
 
     def __init__(self, split: TableSplit, count: int):
         self.split = split
@@ -215,7 +206,6 @@ class Lookups:
         Args:
             ids: The sorted ids of a device.
             level: There are `2**level` rounds.
-            number: The number of the round.
         """
         ways, capacity = self.split.ways, self.capacity
         owners = jnp.arange(ways, dtype="int32")[:, None]
@@ -255,12 +245,7 @@ class Lookups:
         return Route(place, self.exchange(sent.ravel()), level)
 
     def got(self, rows: Any, place: Any) -> Any:
-        """Rows for a device's ids; zeros for ids without a place.
-
-        Args:
-            rows: The values of the rows that others requested from it.
-            place: The places of its own ids.
-        """
+        """Rows for a device's ids; zeros for ids without a place."""
         return self.exchange(rows).at[place].get(mode="fill", fill_value=0)
 
     def look_up(self, table: Any, ids: Any) -> tuple[Any, Route]:
@@ -293,13 +278,7 @@ class Lookups:
         return lax.bitcast_convert_type(found, table.dtype)
 
     def asked_in_round(self, ids: Any, level: Any, number: Any) -> tuple[Any, Any]:
-        """The rows that others request from a device in a round, and the places of its own ids.
-
-        Args:
-            ids: Its ids, a vector.
-            level: There are `2**level` rounds.
-            number: The number of the round.
-        """
+        """The rows that others request from a device in a round, and the places of its own ids."""
         if not self.split.exchanged:
             route = self.route(ids)
             return route.own, route.place
@@ -312,16 +291,7 @@ class Lookups:
         return lax.all_to_all(gradients, traded, 1, 0, tiled=True) if traded else gradients
 
     def back(self, gradients: Any, own: Any, place: Any) -> tuple[Any, Any]:
-        """Sends gradients to the owners of their rows.
-
-        Args:
-            gradients: A row for each id that the device looked up.
-            own: The rows that others requested from it.
-            place: The places of its own ids.
-
-        Returns:
-            The numbers of the device's rows, and their gradients.
-        """
+        """Sends gradients to the owners of their rows."""
         if self.split.exchanged:
             gone = jnp.zeros((self.places, gradients.shape[1]), gradients.dtype)
             gradients = self.exchange(gone.at[place].add(gradients, mode="drop"))
@@ -372,9 +342,7 @@ def rarely(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """A loop that rarely runs; estimates of cycles leave it out.
 
     Args:
-        times: The number of rounds.
         body: From the number of the round and the state to the new state.
-        state: The state.
     """
     with jax.named_scope(RARE_LOOP):
         return lax.fori_loop(0, times, body, state)
@@ -387,7 +355,6 @@ class Unique(NamedTuple):
         rows: The numbers of the rows; that of all rows in free places.
         group: The place of each gradient; beyond the end for one without a row.
         first: The place of the first gradient of each row.
-        fits: Whether there are enough places.
     """
 
     rows: Any
@@ -401,8 +368,6 @@ def unique(own: Any, rows_each: int, bound: int) -> Unique:
 
     Args:
         own: The rows; `rows_each` in free places.
-        rows_each: The number of rows of the device.
-        bound: The number of places for rows.
     """
     ordered, order = lax.sort((own, jnp.arange(own.size, dtype="int32")), num_keys=1)
     first = jnp.append(True, ordered[1:] != ordered[:-1]) & (ordered < rows_each)
@@ -417,7 +382,6 @@ class Updates:
     """Updates the used rows of a table and of its optimizer's slots.
 
     Args:
-        lookups: The lookups that have gradients.
         rows: A function from rows of the state, gradients of these rows, and scalars to the new
             rows of the state.
     """
@@ -438,10 +402,7 @@ class Updates:
         """The new state of one device.
 
         Args:
-            state: Its parts of the table and of the slots.
-            ids: Its ids, for each lookup.
             routes: The `Route` of each lookup.
-            gradients: The gradients of each lookup.
             numbers: Other inputs of the update, such as the learning rate.
         """
         lookups, split = self._lookups, self._split
@@ -487,11 +448,7 @@ class Updates:
         """The state with new rows.
 
         Args:
-            state: The device's parts of the table and of the slots.
-            found: The rows.
-            gradients: The gradients of each lookup.
             numbers: Other inputs of the update.
-            table: The rows of the table, if they are known.
         """
         bound = found.rows.size
         starts = np.cumsum([0, *(len(g) for g in gradients)])

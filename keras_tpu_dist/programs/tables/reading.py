@@ -40,13 +40,11 @@ class RowLookup:
     """One lookup of rows of a table.
 
     Attributes:
-        indices: The ids.
         mode: Whether an id beyond the table's rows gives `fill`, or the first or last row.
         fill: A number, or `None` for NaN.
         gather: The operation, or `None` if only its gradient is found.
         path: The operations on the table before it, which return its numbers unchanged or rounded.
         scatter: The operation that computes the table's gradient from those of the rows, or `None`.
-        updates: The gradients of the rows.
     """
 
     indices: Atom
@@ -63,7 +61,6 @@ class Reading:
     """How a step uses a table.
 
     Attributes:
-        lookups: Its lookups.
         update: The operations that compute the new values of the table and of its slots.
         state: The positions of the table and its slots in the state, the table first.
         changed: The new values, by their position in the state.
@@ -89,8 +86,6 @@ def read(
     """Analyses how a step uses a table.
 
     Args:
-        graph: The step.
-        table: The position of the table among the inputs.
         state: The positions of inputs with the table's shape and layout, itself included.
         outputs: From the position of an output to that of the input whose new value it is; empty if
             the step trains nothing.

@@ -45,9 +45,6 @@ class RowTable:
     """A weight that may be a table.
 
     Attributes:
-        variable: The weight.
-        place: Its position in the state.
-        split: How it is split.
         alike: The positions in the state of arrays with its shape and layout, itself included.
     """
 
@@ -61,11 +58,7 @@ def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Seque
     """A step that uses tables by rows, if the strategy's `tables=` option asks for it.
 
     Args:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
         step: A function from state and data to outputs and the new state.
-        mesh: The mesh.
-        batch: The mesh axes that split the batch.
     """
 
     def by_rows(state: Any, data: Any) -> Any:
@@ -138,10 +131,6 @@ def tables_of(
     """The weights of a model that may be used by rows.
 
     Args:
-        model: The model, built.
-        kind: `"train"`, `"test"` or `"predict"`.
-        mesh: The mesh.
-        batch: Its axes that split the batch.
         option: `"auto"`, `"rows"` or `"lazy"`.
     """
     variables = [v for group in _keras.state_groups(model, kind) for v in group]

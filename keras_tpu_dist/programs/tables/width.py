@@ -36,12 +36,6 @@ def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bo
     For many ids the compiler gathers the table and sums its whole gradient. For few ids it looks up
     each id on all devices and sums the results.
 
-    Args:
-        split: The table's layout.
-        ids: The number of ids of a step, on all devices.
-        item_bytes: Bytes of one number in the dtype of the lookup.
-        trains: Whether the table gets a gradient.
-
     Example:
 
     >>> import jax
@@ -65,7 +59,6 @@ class StepLookups(NamedTuple):
     Attributes:
         ids: The number of ids of a step, on all devices.
         item_bytes: Bytes of one number in the dtype of the lookup.
-        trains: Whether the table gets a gradient.
     """
 
     ids: float
@@ -74,14 +67,7 @@ class StepLookups(NamedTuple):
 
 
 def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: StepLookups) -> bool:
-    """Whether an exchange of features takes less time, for a table on any mesh.
-
-    Args:
-        shape: The table's rows and width.
-        ways: The number of parts of the table.
-        by_rows: Whether its rows are split.
-        lookups: The lookups of a step in it.
-    """
+    """Whether an exchange of features takes less time, for a table on any mesh."""
     (rows, width), (ids, item_bytes, trains) = shape, lookups
     exchanged = (ids * width + (rows * width if by_rows else 0)) * item_bytes / ways
     by_width = (1 + trains) * (BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)

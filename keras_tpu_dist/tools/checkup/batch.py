@@ -17,11 +17,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 @dataclass(frozen=True)
 class Given(Inputs):
-    """The caller's description of the batch.
-
-    Args:
-        batch_size: Rows for all devices together, or `None`.
-    """
+    """The caller's description of the batch."""
 
     batch_size: int | None = None
 
@@ -47,10 +43,8 @@ def values(
     """A step's batch on the host, `(x, y, sample_weight)` or shorter.
 
     Args:
-        model: The model.
         described: The batch as `jax.ShapeDtypeStruct`, from `tools.dryrun.inputs.described_batch`.
         given: The caller's data; random numbers replace missing parts.
-        placer: Finds the batch dimension.
         number: Which batch; the caller's rows are used in turn.
     """
     rng = np.random.default_rng(number)

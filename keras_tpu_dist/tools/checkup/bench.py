@@ -152,19 +152,13 @@ class Bench:
 
         Args:
             what: A description of the results, the same words in all processes.
-            mine: The results of this process by name.
         """
         return self.agreed(
             what, dict(mine), lambda every: {k: v for one in every for k, v in one.items()}
         )
 
     def by_device(self, what: str, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """Joins the results of all processes for their devices.
-
-        Args:
-            what: A description of the results, the same words in all processes.
-            mine: The results of this process by device id.
-        """
+        """Joins the results of all processes for their devices."""
         plain = {str(number): value for number, value in mine.items()}
         return {int(number): value for number, value in self.by_name(what, plain).items()}
 
@@ -173,7 +167,6 @@ class Bench:
 
         Args:
             what: A description of the devices, the same words in all processes.
-            mine: The ids that this process reports.
         """
         return sorted(self.by_device(what, dict.fromkeys(mine, True)))
 
@@ -182,7 +175,6 @@ def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
     """An array with one row on every device.
 
     Args:
-        mesh: The mesh.
         array: A function from a device's position in the mesh to its row.
     """
     first = array(0)

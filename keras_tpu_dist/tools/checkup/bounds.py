@@ -41,7 +41,6 @@ def tolerance(platform: str, dtype: str = "float32") -> float:
 
     Args:
         platform: `"tpu"`, `"cpu"` or `"gpu"`.
-        dtype: The dtype of the computation.
     """
     if dtype in ("bfloat16", "float16"):
         return _BFLOAT16
@@ -69,9 +68,6 @@ def allowed(
         run: The steps on one device: a function from a state and batches to results.
         state: The values before the first step.
         batches: The batch of every step: `(x, y, sample_weight)`, or shorter.
-        expected: The results.
-        platform: Of the devices that are compared with one.
-        half: Whether the model computes in half precision.
     """
     moved = [run(*_nudged(state, batches, half, seed)) for seed in range(_DRAWS)]
     least = tolerance(platform, "bfloat16" if half else "float32")
@@ -109,8 +105,6 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
     A NaN or an infinity in the same place of both is no difference.
 
     Args:
-        found: An array.
-        expected: The expected array.
         scale: The largest value of the whole array, if these are parts of it.
     """
     found, expected = _wide(found), _wide(expected)

@@ -16,11 +16,7 @@ FACTORS = "measured over estimate"
 
 
 def chip_of(device_kinds: Sequence[str]) -> Chip:
-    """The chip that was checked.
-
-    Raises:
-        ValueError: If it is not a known TPU, or the checks ran on different chips.
-    """
+    """The chip that was checked."""
     chip = of_kind(device_kinds[0])
     if chip is not None and len(set(device_kinds)) == 1:
         return chip
@@ -38,8 +34,6 @@ def calibration_of(
     """A calibration with the measured rates; the others stay as in the chip's specification.
 
     Args:
-        chip: The chip.
-        figures: The measurements of a check.
         others: The measurements of checks of other models on the same chips. With them, the
             factors are the smallest and the largest of all.
         source: See `Calibration`.

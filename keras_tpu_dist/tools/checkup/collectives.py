@@ -36,7 +36,6 @@ class Wrong(NamedTuple):
 
     Args:
         sender: The id of the device whose values are missing or wrong, if known.
-        words: What the device got.
         itself: Whether the receiving device itself may have changed the values.
     """
 

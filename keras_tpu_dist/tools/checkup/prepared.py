@@ -61,12 +61,9 @@ def prepared(
     """Prepares a launch of a model's training on the mesh.
 
     Args:
-        bench: The check's shared state.
         model: A model for which `why_not` returns `""`.
-        given: Its batch.
         optimizer: A built optimizer to use in the step. By default the model's own, or a copy of
             it if it is not built.
-        steps: The steps of the launch.
     """
     strategy, own = bench.strategy, model.optimizer
     if optimizer is None and not own.built:
@@ -102,8 +99,6 @@ def on_one_device(
     """Steps of stock Keras on one device, one after the other.
 
     Args:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
         device: A `jax.Device` of this process.
 
     Returns:

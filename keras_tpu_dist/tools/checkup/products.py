@@ -75,9 +75,6 @@ class Kind:
     """A kind of product.
 
     Args:
-        words: Its name in reports.
-        dtype: The operands' dtype.
-        result: The result's dtype.
         precision: A `jax.lax.Precision`, or `None` for the configured one.
         lost: The relative error from rounding operands; 0 if they are not rounded.
         exact: Whether the result is exact, as for integers.
@@ -97,9 +94,6 @@ class Kind:
 
         The error of a float32 sum is at most the number of terms times the unit roundoff, in any
         order of summation: Higham, "Accuracy and stability of numerical algorithms", 3.1.
-
-        Args:
-            terms: The number of terms of a sum.
         """
         return 0.0 if self.exact else self.lost + (terms + 2) * _U32
 

@@ -31,7 +31,6 @@ def programs(
     """Compares launches of several steps, with uneven batches, with stock Keras on one device.
 
     Args:
-        bench: The check's shared state.
         models: Functions that build the models, for sizes with hand-written kernels or without;
             by default all of `MODELS`.
     """

@@ -47,10 +47,8 @@ class Load:
     """A program to time on one device.
 
     Args:
-        job: The measurement.
         unit: The unit of the rate: a billion units of `work` per second.
         work: The work of one run: operations or bytes.
-        program: The program.
         args: A function from a device to the program's arguments there.
         peak: The work per second in the chip's specification, or 0.
     """
@@ -141,9 +139,7 @@ def _rates(
     """Measures rates, and repeats slow ones.
 
     Args:
-        bench: The check's shared state.
         what: A description of the rates, the same words in all processes.
-        once: The functions that measure a rate in this process, by name.
         share: A rate below this share of the median is slow.
 
     Returns:

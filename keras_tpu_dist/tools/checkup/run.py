@@ -32,9 +32,7 @@ class Planned:
     """A part to run.
 
     Args:
-        name: Its name.
         kind: `"right"` or `"fast"`.
-        run: The function that runs it.
         seconds: Approximately the longest time it takes; it is left out if less time remains.
     """
 
@@ -73,9 +71,6 @@ def run_check(
     """Runs parts of a check.
 
     Args:
-        strategy: The strategy.
-        todo: The parts.
-        minutes: The time limit.
         launches: Starts programs; tests pass one with faulty devices.
         only: The names of the parts to run; by default all.
     """

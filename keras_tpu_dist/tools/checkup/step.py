@@ -54,10 +54,6 @@ class _Ran:
     """A launch that ran on the mesh, and its results.
 
     Args:
-        step: The launch.
-        names: The names of the results.
-        first: The results.
-        second: The results of running it again.
         alone: Runs it on one device: a function from host values to results.
     """
 
@@ -73,8 +69,6 @@ class Compared:
     """The result of a comparison.
 
     Args:
-        problems: The problems.
-        difference: The largest difference from one device.
         why_not: Why it was not compared with one device, or `""`.
     """
 
@@ -113,10 +107,7 @@ def compared(
     """Compares a launch of a model's training on the mesh with stock Keras on one device.
 
     Args:
-        bench: The check's shared state.
         model: A model for which `why_not` returns `""`; it does not change.
-        given: The batch.
-        steps: The steps of the launch.
         gradients: Whether to compare gradients, which no learning rate can hide, instead of
             weights. Only for one step of Keras's own.
     """

@@ -80,7 +80,6 @@ def _profile(model: keras.Model, step: Prepared) -> MeasuredSteps:
     Raises:
         RuntimeError: If JAX's profiler is already on.
         OSError: If its files cannot be written.
-        ValueError: If its files cannot be read.
     """
     args = step.placed_state, step.placed_batch
     text = step.program.lower(*args).compile().as_text()

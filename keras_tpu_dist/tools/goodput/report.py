@@ -47,9 +47,7 @@ class StartOfRun:
 
     Attributes:
         at: The time of the start, in seconds since 1970.
-        seconds: How long it lasted.
         processes: The number of processes, if there was a launcher.
-        step: The last train step, if known.
         ended: How it ended: `"ended"`, `"failed"`, or `"unknown"`.
     """
 
@@ -187,11 +185,7 @@ class GoodputReport(Page):
 
 
 def goodput_of(path: str | os.PathLike) -> GoodputReport:
-    """Reads a goodput file.
-
-    Raises:
-        ValueError: If it cannot be read, or has no valid line.
-    """
+    """Reads a goodput file."""
     try:
         found, left_out = records.read(os.fspath(path))
         full = records.is_full(os.fspath(path))
@@ -226,8 +220,6 @@ class _Run:
     Attributes:
         seconds: The seconds by phase.
         clock: The end of the counted time, in seconds since 1970.
-        first: The start of the run.
-        starts: The starts that have ended.
     """
 
     def __init__(self):

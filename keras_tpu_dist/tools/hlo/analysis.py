@@ -31,8 +31,6 @@ class LayerCost:
 
     Args:
         layer: Path of the layer; `"(other)"` for operations without a layer.
-        flops: Operations of its matrix products.
-        hbm_bytes: Bytes read from and written to HBM.
         cycles: Estimated cycles of its kernels, as in `ProgramCost`.
         backward_cycles: The part of `cycles` in the backward pass.
         link_seconds: Time of its collectives at full link speed.
@@ -53,10 +51,8 @@ class Buffer:
     """A large array that the program keeps in HBM.
 
     Args:
-        bytes: Its size on one device.
         shape: Dtype and dimensions, as in `"bf16[8,512,2048]"`.
         layer: The layer that makes it; `"(input)"` for the program's arguments.
-        name: Its name in the program.
     """
 
     bytes: int
@@ -82,8 +78,6 @@ class ProgramCost:
         cycles: Sum of the compiler's cycle estimates and of `silent_cycles`; 0 if it reports none
             (CPU).
         layers: The layers, most cycles first (most operations first without cycles).
-        collectives: All collectives.
-        largest_buffers: The largest arrays in HBM.
         kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler reports no
             cycles; part of `flops`.
         kernel_bytes: Their HBM traffic; part of `hbm_bytes`. If a kernel updates an array in place
@@ -166,11 +160,6 @@ def analyze(
         text: `compiled.as_text()` of the TPU or the CPU compiler.
         wire: The mesh the program was compiled for. Without it, collectives have no axes and no
             times, and kernels for which the compiler reports no cycles have none.
-        layer_names: Names of the model's layers.
-        steps: How many steps the program has.
-
-    Raises:
-        ValueError: If the text is not a compiled program.
 
     Example:
 
@@ -220,7 +209,6 @@ class LoopCost:
 
     Args:
         outside: What the program costs outside of the loop.
-        round: What one round of the loop costs.
         carried: The arrays that the loop carries from round to round, on one device.
     """
 
@@ -239,9 +227,6 @@ def analyze_loop(
 
     Returns:
         A `LoopCost`, or `None` for a program without such a loop.
-
-    Raises:
-        ValueError: If the text is not a compiled program.
     """
 
     def split(program: Program) -> LoopCost | None:

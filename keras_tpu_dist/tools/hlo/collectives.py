@@ -30,16 +30,11 @@ class Collective:
 
     Args:
         kind: `"all-reduce"` and so on.
-        name: Its name in the program.
-        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
-        axes: Mesh axes that it crosses.
-        group_size: Devices that take part together.
         bytes: Bytes of the whole array that is reduced or gathered.
         times: How often it runs per step; a fraction if it runs once in a launch of several steps.
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
-        sent_bytes: Bytes that one device sends in one run.
         seconds: Minimal time of one run by the speed of its links, and a microsecond for each hop
             if that is more; 0 if they are unknown.
     """
@@ -76,11 +71,6 @@ def find(
 
     The TPU compiler fuses a collective into the kernels it overlaps with, one copy in each; all
     copies have one channel, so the caller counts each channel once.
-
-    Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `instruction` is in.
-        instruction: The instruction to look into.
 
     Returns:
         Computation and instruction of the collective, its kind and whether it is asynchronous;
@@ -123,9 +113,6 @@ def replica_groups(text: str, num_devices: int) -> Groups:
         text: `"{{0,1},{2,3}}"`, `"[2,4]<=[4,2]T(1,0)"`, or `"mesh['a'=4,'b'=2] {'b'}"`, which may
             also have `device_ids=` in one of the first two forms.
         num_devices: What an empty list of groups stands for.
-
-    Returns:
-        The groups as tuples of positions in the flattened mesh.
 
     Example:
 
@@ -220,12 +207,7 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices that take part together; for a permute, the pairs of different devices.
-
-    Args:
-        instruction: The collective.
-        num_devices: What an empty list of groups stands for.
-    """
+    """The groups of devices that take part together; for a permute, pairs of different devices."""
     if pairs := instruction.attribute("source_target_pairs"):
         found = replica_groups(pairs, num_devices)
         moved = tuple(p for p in found if p[0] != p[1])
@@ -247,11 +229,8 @@ def describe(
     """Measures one collective on the wire.
 
     Args:
-        computation: The computation that `instruction` is in.
         instruction: The collective, or the `send` of one between slices.
         kind: Its kind, as `find` tells it.
-        wire: The mesh that the program was compiled for.
-        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
         times: How often it runs per step.
         asynchronous: Whether the compiler overlaps it with other work.

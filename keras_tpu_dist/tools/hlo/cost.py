@@ -22,8 +22,6 @@ def matrix_flops(
     as its forward one.
 
     Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `instruction` is in.
         instruction: Any instruction; one without a matrix product yields nothing.
 
     Yields:

@@ -25,7 +25,6 @@ def stated(instruction: Instruction, key: str) -> int | None:
     """The cost that a Pallas kernel's author states; `None` without a statement.
 
     Args:
-        instruction: The kernel.
         key: Which part of the cost, such as `"flops"` or `"bytes_accessed"`.
     """
     at = instruction.attributes.find('"cost_estimate":')

@@ -33,9 +33,6 @@ class Execution:
     """An instruction outside of any fusion, and how often it runs in one call of the program.
 
     Args:
-        computation: The computation it is in.
-        instruction: The instruction.
-        times: How often it runs.
         loop: The outermost loop around it whose trip count is not known, counted as running once.
     """
 

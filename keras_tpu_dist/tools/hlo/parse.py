@@ -54,7 +54,6 @@ class Shape:
 
     Args:
         dtype: XLA's name, as in `"bf16"`.
-        dims: Sizes of its dimensions on one device.
         memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
         layout: Its layout in memory, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
             slowest, and the tiles that it is made of.
@@ -87,7 +86,6 @@ class Shape:
         """Bytes that a part of it takes, with the padding of its tiles.
 
         Args:
-            dims: Sizes of the part.
             whole_tiles: Whether all of each tile is moved, as for an update, or only the rows of
                 it that are asked for.
         """
@@ -274,12 +272,6 @@ class Program:
 def parse(text: str) -> Program:
     """Reads the text of a compiled program, `compiled.as_text()`.
 
-    Args:
-        text: HLO of the TPU or the CPU compiler.
-
-    Raises:
-        ValueError: If it is no text, or has no entry computation.
-
     Example:
 
     >>> import jax, jax.numpy as jnp
@@ -326,9 +318,6 @@ def check(program: Program) -> None:
 
     Operands stand before what reads them, no computation calls itself, and all calls together run
     through no more instructions than a program can have.
-
-    Raises:
-        ValueError: If it is no such program.
     """
     for computation in program:
         seen: set[str] = set()
@@ -345,16 +334,7 @@ def check(program: Program) -> None:
 
 
 def size_of(program: Program, computation: Computation, above: Set[str] = frozenset()) -> int:
-    """The number of instructions of a computation and of all that it calls.
-
-    Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation.
-        above: Those that call it.
-
-    Raises:
-        ValueError: If a computation calls itself.
-    """
+    """The number of instructions of a computation and of all that it calls."""
     name, sizes = computation.name, program.sizes
     if name in above:
         raise ValueError(f"{name} calls itself")

@@ -28,12 +28,6 @@ def cycles(program: Program, computation: Computation, instruction: Instruction,
 
     The larger of the time in which HBM moves its bytes and, if it goes index by index, that of its
     instructions. What runs beside the main core (copies, collectives, a SparseCore) counts nothing.
-
-    Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `instruction` is in.
-        instruction: Any instruction.
-        chip: What the program was compiled for.
     """
     if computation.thread or not _is_silent(program, computation, instruction):
         return 0

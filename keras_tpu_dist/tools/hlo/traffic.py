@@ -49,8 +49,6 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     memory are free.
 
     Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `instruction` is in.
         instruction: Any instruction. A fusion is one kernel; a loop or a call costs nothing itself.
     """
     opcode = instruction.opcode
@@ -285,8 +283,6 @@ def indices_and_window(
     """How many indices a scatter or a gather has, and the part of the array that each is of.
 
     Args:
-        computation: The computation that it is in.
-        scatter: The scatter or the gather.
         k: Which of the arrays, of a scatter that updates several.
     """
     if scatter.opcode == "gather":

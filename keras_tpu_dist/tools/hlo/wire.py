@@ -24,9 +24,6 @@ def seconds_per_byte(
     crosses the same links.
 
     Args:
-        topology: The slice.
-        devices: The mesh's devices, flattened.
-        kind: `"all-reduce"` and so on.
         groups: Who takes part together, all at once: positions in `devices`. Those of other slices
             than the first's have links of their own, and are left out.
 
@@ -65,7 +62,6 @@ def _crossing(kind: str, within: np.ndarray) -> float:
     """Bytes that all groups send over a cut, the more of its two directions, per byte of the whole.
 
     Args:
-        kind: `"all-reduce"` and so on.
         within: Whether a device is on the one side, as `(groups, members)`.
     """
     size = within.shape[1]
@@ -101,7 +97,6 @@ class Wire:
     Args:
         axes: Mesh axis names and sizes, in mesh order.
         devices: The mesh's devices, flattened; empty if their links are unknown.
-        topology: The slice they belong to, or `None`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -120,7 +115,6 @@ class Wire:
         Args:
             axes: From the names of the mesh axes to their sizes, in mesh order.
             devices: The mesh's devices, flattened; empty if their links are unknown.
-            topology: The slice they belong to, or `None`.
         """
         return cls(tuple(axes.items()), tuple(devices), topology)
 
@@ -150,7 +144,6 @@ def sent_bytes(kind: str, whole: int, size: int) -> float:
     """Bytes each of `size` devices sends, at least, for an array of `whole` bytes.
 
     Args:
-        kind: `"all-reduce"` and so on.
         whole: Bytes of the whole array: what is reduced, or what is gathered.
         size: Devices that take part together; fewer than two send nothing.
 
@@ -169,12 +162,6 @@ def sent_bytes(kind: str, whole: int, size: int) -> float:
 def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> float:
     """Time of a collective over mesh axes at the links' full speed.
 
-    Args:
-        wire: The mesh.
-        kind: `"all-reduce"` and so on.
-        whole: Bytes of the whole array: what is reduced, or what is gathered.
-        axes: The mesh axes that it crosses; those of size 1 cost nothing.
-
     Returns:
         Seconds; 0 where the links are unknown.
     """
@@ -183,13 +170,7 @@ def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> fl
 
 
 def latency_over(wire: Wire, kind: str, axes: Sequence[str]) -> float:
-    """`latency_of` over mesh axes.
-
-    Args:
-        wire: The mesh.
-        kind: `"all-reduce"` and so on.
-        axes: The mesh axes that it crosses; those of size 1 cost nothing.
-    """
+    """`latency_of` over mesh axes."""
     names = _crossed(wire, axes)
     return latency_of(wire, kind, _groups_over(wire, names)) if names else 0.0
 
@@ -211,9 +192,6 @@ def seconds_of(wire: Wire, kind: str, whole: float, groups: Groups) -> tuple[str
     """The network that groups talk over, and the least time that their collective takes there.
 
     Args:
-        wire: The mesh.
-        kind: `"all-reduce"` and so on.
-        whole: Bytes of the whole array: what is reduced, or what is gathered.
         groups: Who takes part together, all at once; for a permute, the pairs.
 
     Returns:
@@ -234,8 +212,6 @@ def latency_of(wire: Wire, kind: str, groups: Groups) -> float:
     """The least time of a collective of however few bytes: a microsecond for each hop.
 
     Args:
-        wire: The mesh.
-        kind: `"all-reduce"` and so on.
         groups: Who takes part together; for a permute, the pairs.
 
     Returns:
@@ -298,7 +274,6 @@ def bandwidth_of(wire: Wire, groups: Groups) -> tuple[str, float]:
     dimension that it extends along gives two if it closes to a ring, else one.
 
     Args:
-        wire: The mesh.
         groups: Who talks to whom; the first group stands for all.
     """
     topology = wire.topology

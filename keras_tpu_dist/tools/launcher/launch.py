@@ -78,8 +78,6 @@ def launch(
     launcher end all of them. They listen only on the loopback address.
 
     Args:
-        command: The program and its arguments.
-        num_processes: The number of processes.
         devices: Simulated CPU devices per process; `None` for one process with the environment of
             the launcher and the devices of this machine.
         grace_s: Seconds for the others to end by themselves after one has failed, and again
@@ -87,7 +85,6 @@ def launch(
         restarts: Whether and how to restart all processes; by default, they are not restarted.
         logs: The folder for the full output; by default a temporary folder, deleted if nothing
             fails.
-        goodput: The goodput file.
 
     Returns:
         The exit code: 0, or that of the first process that failed, in a shell's form: 128 plus the
@@ -163,10 +160,8 @@ class _End:
     """How a process ended.
 
     Attributes:
-        number: The process's number.
         code: Its `returncode` in `subprocess`.
         at: The time of detection, in seconds of `time.monotonic()`.
-        failure: The process's own report, or `None`.
     """
 
     number: int
@@ -190,12 +185,8 @@ class _Start:
     """One start of all processes.
 
     Args:
-        command: The program and its arguments.
-        num_processes: The number of processes.
         devices: Simulated devices per process; `None` for the devices of this machine.
-        folder: The folder for the full output.
         attempt: The number of this start, from 1.
-        goodput: The goodput file, or `None`.
         again: Whether there may be another start, so that it need not wait for the errors of all
             processes.
     """

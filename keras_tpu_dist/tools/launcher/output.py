@@ -121,7 +121,6 @@ class LogFile:
 
     Args:
         path: The file; output older than the last 32 MiB moves to a second file, `.1`.
-        number: The process's number.
     """
 
     def __init__(self, path: Path, number: int):
@@ -167,8 +166,6 @@ class Reader:
     """Reads the output of one process, and prints it with the process's number in front.
 
     Attributes:
-        folded: Its shortened tracebacks.
-        path: The log file.
         ended_by_jax: Whether JAX aborted the process because another one is gone.
     """
 

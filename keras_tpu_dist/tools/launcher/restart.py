@@ -29,7 +29,6 @@ class Restarts:
     """Whether and how to restart processes.
 
     Attributes:
-        limit: The largest number of restarts.
         backoff_s: Seconds before a restart; doubled after every start without progress.
         longest_backoff_s: The largest number of seconds.
         processes_from: A file with the number of processes to start, or an executable file that
@@ -60,15 +59,7 @@ class Outcome:
     """How one start ended.
 
     Attributes:
-        code: The exit code, in a shell's form.
-        processes: The number of processes.
-        seconds: How long it took.
-        step: The last train step, if known.
-        first: The process that failed first.
         error: The cause: the class of an exception, a signal, or an exit code.
-        words: A description of the cause.
-        frames: The user's frames of its traceback.
-        log: The file with its full output.
     """
 
     code: int
@@ -92,11 +83,7 @@ class _Loop:
     """The state of the restart loop.
 
     Attributes:
-        restarts: The user's limits.
-        done: The number of restarts so far.
-        best: The last step of all starts.
         fruitless: The number of consecutive starts without progress.
-        last: How the previous start ended.
     """
 
     restarts: Restarts
@@ -154,9 +141,6 @@ def started_again(
     Args:
         start: A function from the number of processes and the number of the start, from 1, to its
             outcome.
-        num_processes: The number of processes for the first start.
-        restarts: The limits.
-        goodput: The goodput file.
     """
     loop = _Loop(restarts)
     while True:

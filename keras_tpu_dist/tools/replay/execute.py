@@ -10,7 +10,6 @@ class Simulated:
     """A program that runs on simulated devices.
 
     Args:
-        text: The program.
         parts: A dict with
             - `"devices"`: the number of devices;
             - `"inputs"`, `"outputs"`: for each argument and each result the part that each device
@@ -32,14 +31,7 @@ class Simulated:
         self._executable = self._seam["compiled_replicas"](text, self._devices)
 
     def launch(self, arguments: Sequence[Any]) -> list[list[Any]]:
-        """Runs the program.
-
-        Args:
-            arguments: Whole arrays, or parts as this method returns them.
-
-        Returns:
-            For each result the part on each device.
-        """
+        """Runs the program."""
         placed = []
         for argument, places in zip(arguments, self._parts["inputs"], strict=True):
             if not isinstance(argument, list):

@@ -129,7 +129,6 @@ def runnable(
     Args:
         program: The program of the TPU compiler, finished or as it is after one of the passes
             behind the partitioner.
-        num_devices: The number of devices that it was partitioned for.
         kernels: Returns the computation to use for a hand-written kernel.
         as_on_chip: Whether products of float32 round their operands to bfloat16 where the chip
             does, which is where the program asks for no other precision.
@@ -245,9 +244,6 @@ def _tiles_matter(
 
     Args:
         source: Dimensions in the order of the layout, the slowest first.
-        source_tiles: Its tiles.
-        result: The dimensions of the other one.
-        result_tiles: Its tiles.
     """
     if math.prod(source) > _MOST_COMPARED:
         return True

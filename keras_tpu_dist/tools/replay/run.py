@@ -209,10 +209,7 @@ class _Reference:
     """A model that ran on one device.
 
     Args:
-        name: The model's name.
-        batches: The batch of every step, on the host.
         state: The values before the first step.
-        names: The names of the results.
         results: The results, of the last launch and of the state after it.
         allowed: How far each may be off by rounding.
     """
@@ -293,8 +290,6 @@ class Expected:
     Args:
         launches: The arguments of each launch; `None` for one that a launch before has returned.
         carried: From such an argument to the result, by their numbers.
-        names: The names of the results.
-        results: The results.
         allowed: How far each may be off by rounding, relative to its largest value.
     """
 
@@ -337,8 +332,6 @@ class TPUProgram:
     """The TPU's program, and what it computes on simulated devices.
 
     Args:
-        lowered: The program.
-        expected: What it gets and should return.
         kernels: The equations of its hand-written kernels.
         timeout: Seconds after which compiling, or running, is stopped.
         as_on_chip: Whether products round their operands as the chip does.

@@ -26,7 +26,6 @@ def build_function(name: str) -> Callable:
         name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
 
     Raises:
-        ValueError: If the argument names no function.
         ImportError: If its module cannot be imported.
     """
     module, colon, attribute = name.rpartition(":")
@@ -95,14 +94,7 @@ def strategy_of(options: argparse.Namespace) -> TPUStrategy:
 
 
 def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
-    """A model and its strategy: both from the function, or the strategy from the options.
-
-    Args:
-        options: The options of a command that builds a model on this machine.
-
-    Raises:
-        ValueError: If the function returns no model, or no strategy is given.
-    """
+    """A model and its strategy: both from the function, or the strategy from the options."""
     simulate_devices(options)
     build = build_function(options.build)
     given = (options.topology, options.mesh, options.layout, options.remat)
@@ -129,11 +121,7 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
 
 
 def model_of(name: str, command: str) -> keras.Model:
-    """The model that a function makes.
-
-    Raises:
-        ValueError: If the function returns no model.
-    """
+    """The model that a function makes."""
     model = build_function(name)()
     _check_model(model, model, name, command)
     return model
@@ -155,9 +143,6 @@ def simulate_devices(options: argparse.Namespace) -> None:
 
     Args:
         options: The options of a command that has `--devices` and `--topology`.
-
-    Raises:
-        ValueError: If the number is invalid, or a slice is given too.
     """
     if options.devices is None:
         return
@@ -172,11 +157,7 @@ def simulate_devices(options: argparse.Namespace) -> None:
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:
-    """Axis sizes, from `data=64,model=4`.
-
-    Raises:
-        ValueError: If an axis has no size, or occurs twice.
-    """
+    """Axis sizes, from `data=64,model=4`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
@@ -203,11 +184,7 @@ def layout_of(text: str | None) -> Any:
 
 
 def remat_of(text: str | None) -> str | dict[str, str] | None:
-    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`.
-
-    Raises:
-        ValueError: If a pattern has no policy.
-    """
+    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`."""
     if text is None or "=" not in text:
         return text
     pairs = [rule.partition("=") for rule in text.split(",")]
@@ -252,11 +229,7 @@ def _array(text: str | None) -> Any:
 
 
 def topologies_of(text: str) -> list[Topology]:
-    """The slices in `v5e-8,v6e-8`.
-
-    Raises:
-        ValueError: If one is not a slice, or occurs twice.
-    """
+    """The slices in `v5e-8,v6e-8`."""
     found = [Topology.parse(name.strip()) for name in text.split(",")]
     if len({topology.name for topology in found}) < len(found):
         raise value_error(
@@ -268,11 +241,7 @@ def topologies_of(text: str) -> list[Topology]:
 
 
 def price_of(text: str | None) -> float | dict[str, float] | None:
-    """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`.
-
-    Raises:
-        ValueError: If it is not a number.
-    """
+    """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]

@@ -10,11 +10,7 @@ from keras_tpu_dist.show.text import size_text, text_table
 
 @dataclass(frozen=True, repr=False)
 class SliceTable(Printed):
-    """TPU slices by name.
-
-    Attributes:
-        slices: The slices.
-    """
+    """TPU slices by name."""
 
     slices: tuple[Topology, ...]
 
@@ -75,7 +71,6 @@ class Converted(Printed):
     """The result of `ktd convert`.
 
     Attributes:
-        model: The model's name.
         layers: `(path, class)` of each layer that was replaced.
         output: The file that was written; `None` if there was no such layer.
     """
