@@ -36,6 +36,8 @@ import jax
 import keras
 import pytest
 
+from keras_tpu_dist.programs.equal import EXECUTABLES
+
 # Models to compare with run under no strategy.
 logging.getLogger("keras_tpu_dist").addFilter(
     lambda record: "under no strategy" not in record.getMessage()
@@ -121,7 +123,8 @@ def pytest_make_collect_report(collector):
 
 @pytest.fixture(autouse=True)
 def _fresh_keras():
-    """No distribution and no name counters leak from one test into the next."""
+    """No distribution, name counters and executables leak from one test into the next."""
+    EXECUTABLES.clear()
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.phases import BUILD, phase
+from keras_tpu_dist.programs.equal import EXECUTABLES, Equal, key_of
 from keras_tpu_dist.programs.jaxprs import (
     constants_of,
     inner_jaxprs,
@@ -95,8 +96,21 @@ class Jitted:
                 # A part of another program, maybe for devices of a dry run: it is not compiled
                 # here.
                 return self.program(*args)
-            self._launched[kind] = self._programs[kind] = self._without_hangs(args)
+            self._launched[kind] = self._equal_or_own(kind, args)
         return self._launched[kind]
+
+    def _equal_or_own(self, kind: Hashable, args: tuple) -> Callable:
+        """The executable of an equal program, or this one, which is then there for others."""
+        program = self.program(*args)
+        held = isinstance(program, _Holding)
+        key = None if held else key_of(program, args, self._mesh, self._options)
+        if key is not None and (compiled := EXECUTABLES.find(key)) is not None:
+            return Equal(compiled, key, lambda *args: self._without_hangs(args)(*args))
+        program = self._programs[kind] = self._without_hangs(args)
+        if key is not None and not isinstance(program, _Holding):
+            # `jax.jit` caches the executable, so the following call does not compile again.
+            EXECUTABLES.add(key, program.lower(*args).compile())
+        return program
 
     def trace(self, *args: Any) -> Any:
         """The function traced, as `jax.jit` would compile it."""

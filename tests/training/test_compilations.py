@@ -1,0 +1,260 @@
+"""A program that was compiled before is not compiled again: it is found by its text."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import keras_tpu_dist as ktd
+from benchmarks.compilations import counted
+from keras_tpu_dist.programs.equal import EXECUTABLES
+from keras_tpu_dist.programs.partitioner import Jitted
+
+X = np.random.default_rng(0).standard_normal((26, 4)).astype("float32")
+Y = (X[:, :1] > 0).astype("float32")
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl"]
+OPTIMIZERS += ["Lion", "Adafactor", "Lamb", "Muon"]
+
+
+def built(strategy, seed=1, **options):
+    with strategy.scope():
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.Dropout(0.2, seed=3),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(**{"optimizer": "adam", "loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
+def fitted(model, rows=13, **options):
+    history = model.fit(X, Y, batch_size=rows, epochs=2, shuffle=False, verbose=0, **options)
+    return [*history.history["loss"], *history.history["mae"]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OPTIMIZERS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS[2:])],
+)
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}])
+def test_another_learning_rate_is_no_other_program(name, mesh):
+    strategy = ktd.TPUStrategy(mesh)
+    optimizer = getattr(keras.optimizers, name)
+    model = built(strategy, optimizer=optimizer(1e-3))
+    with counted() as counts:
+        fitted(model)
+    assert counts == {"train_step": 1}
+    start, seed = model.get_weights(), np.asarray(model.layers[1].seed_generator.state)
+    with counted() as counts:
+        with strategy.scope():
+            model.compile(optimizer(1e-2), "mse", metrics=["mae"])
+        losses = fitted(model)
+    assert not counts
+    EXECUTABLES.clear()
+    again = built(strategy, optimizer=optimizer(1e-2))
+    again.set_weights(start)
+    again.layers[1].seed_generator.state.assign(seed)
+    with counted() as counts:
+        own = fitted(again)
+    assert counts == {"train_step": 1}
+    assert_close(losses, own)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_equal_model_built_again(steps):
+    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, layout="fsdp")
+
+    def run():
+        model = built(strategy, steps_per_execution=steps)
+        losses = fitted(model, validation_data=(X[:9], Y[:9]))
+        return [*losses, model.evaluate(X, Y, verbose=0)[0], *model.predict(X, verbose=0)]
+
+    first = run()
+    keras.utils.clear_session()
+    with counted() as counts:
+        second = run()
+    assert not counts
+    assert_close(second, first)
+
+
+def test_the_batch_of_another_call():
+    """`train_on_batch` has weights, if only `None`, where `fit` has none."""
+    model = built(ktd.TPUStrategy())
+    fitted(model)
+    model.evaluate(X, Y, batch_size=13, verbose=0)
+    rows = model.predict(X, batch_size=13, verbose=0)[:13]
+    with counted() as counts:
+        model.train_on_batch(X[:13], Y[:13])
+        model.test_on_batch(X[:13], Y[:13])
+        assert model.predict_on_batch(X[:13]).shape == rows.shape
+    assert not counts
+
+
+def test_outputs_of_other_names():
+    strategy = ktd.TPUStrategy()
+
+    def run(name):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            x = keras.Input((4,))
+            outputs = {n: keras.layers.Dense(1, name=n)(x) for n in ("a", name)}
+            model = keras.Model(x, outputs)
+            model.compile("sgd", dict.fromkeys(outputs, "mse"))
+        history = model.fit(X, {n: Y * (n != "a") for n in outputs}, 13, verbose=0, shuffle=False)
+        return history.history, model.predict(X, verbose=0)
+
+    first, rows = run("b")
+    with counted() as counts:
+        second, others = run("c")
+    assert not counts
+    assert_close(second["c_loss"], first["b_loss"])
+    assert set(others) == {"a", "c"}
+    assert_close(others["c"], rows["b"])
+
+
+class Shifted(keras.layers.Layer):
+    """Adds an array that is no variable."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def call(self, x):
+        return x + self.shift
+
+
+class CalledBack(Shifted):
+    """The same, in Python."""
+
+    def call(self, x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(x) + self.shift, shape, x)
+
+
+@pytest.mark.parametrize("layer", [Shifted, CalledBack])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, float])
+def test_models_that_differ_in_an_array(layer, kind):
+    found = []
+    for shift in (1.0, 2.0):
+        with ktd.TPUStrategy(devices=jax.devices()[:1]).scope():
+            model = keras.Sequential([keras.Input((4,)), layer(kind(shift))])
+        found.append(model.predict(X[:8], verbose=0))
+    assert_close(found[0], X[:8] + 1.0)
+    assert_close(found[1], X[:8] + 2.0)
+
+
+def jitted(function, mesh, **options):
+    function.__name__ = "train_step"
+    return Jitted(function, mesh, lambda *args: [None] * len(args), **options)
+
+
+def mesh_of(devices):
+    return Mesh(np.asarray(devices), ("data",))
+
+
+@pytest.mark.parametrize("devices", [8, 1])
+def test_which_inputs_are_used(devices):
+    """JAX drops the others: the texts of all of these are equal."""
+    mesh = mesh_of(jax.devices()[:devices])
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.device_put(jnp.full(4, float(n)), whole) for n in range(3)]
+
+    for number in range(3):
+        used = jitted(lambda *args, n=number: args[n] * 2.0, mesh)
+        assert_close(used(*arrays), [2.0 * number] * 4)
+        passed = jitted(lambda *args, n=number: (args[n], args[0] * 2.0), mesh)
+        assert_close(passed(*arrays)[0], [float(number)] * 4)
+        inner = jax.jit(lambda *args, n=number: args[n] * 3.0)
+        called = jitted(lambda *args, inner=inner: inner(*args), mesh)
+        assert_close(called(*arrays), [3.0 * number] * 4)
+
+
+def test_other_devices_are_another_program():
+    halves = [mesh_of(jax.devices()[:4]), mesh_of(jax.devices()[4:]), mesh_of(jax.devices()[3::-1])]
+    with counted() as counts:
+        for mesh in halves:
+            split = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
+            result = jitted(lambda x: x * 2.0, mesh)(split)
+            assert result.sharding.device_set == set(mesh.devices.flat)
+            assert_close(result, 2.0 * np.arange(8))
+    assert counts == {"train_step": 3}
+
+
+def test_arrays_that_are_split_otherwise_later():
+    mesh = mesh_of(jax.devices())
+    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
+    for _ in range(2):
+        program = jitted(lambda x: x + 1.0, mesh)
+        assert_close(program(jax.device_put(jnp.zeros(8), split)), np.ones(8))
+        # Its shapes are those of the program that is there.
+        result = program(jax.device_put(jnp.zeros(8), whole))
+        assert_close(result, np.ones(8))
+        assert result.sharding.is_equivalent_to(whole, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": (0,)}])
+def test_donation_and_options_for_the_compiler(options):
+    mesh = mesh_of(jax.devices())
+    whole = NamedSharding(mesh, PartitionSpec())
+    with counted() as counts:
+        for more in ({}, options, {"compiler_options": {"xla_cpu_enable_fast_math": True}}):
+            given = jax.device_put(jnp.zeros(8), whole)
+            assert_close(jitted(lambda x: x + 1.0, mesh, **more)(given), np.ones(8))
+            assert given.is_deleted() == ("donate_argnums" in more)
+    assert counts == {"train_step": 2 + len(options)}
+
+
+def test_an_executable_holds_no_model():
+    strategy = ktd.TPUStrategy()
+    model = built(strategy)
+    fitted(model)
+    gone = weakref.ref(model)
+    weight = weakref.ref(model.trainable_variables[0])
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    assert gone() is None
+    assert weight() is None
+    with counted() as counts:
+        fitted(built(strategy))
+    assert not counts
+
+
+def test_so_many_are_held(monkeypatch):
+    monkeypatch.setattr("keras_tpu_dist.programs.equal._MOST", 2)
+    mesh = mesh_of(jax.devices())
+    given = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec()))
+
+    def compiled(number):
+        with counted() as counts:
+            jitted(lambda x: x + float(number), mesh)(given)
+        return counts.total()
+
+    assert [compiled(n) for n in (1, 2, 1, 3, 1, 2)] == [1, 1, 0, 1, 0, 1]
+
+
+def test_threads():
+    """Equal models that are trained at once, each in its thread."""
+    strategies = [ktd.TPUStrategy(devices=jax.devices()[:1]) for _ in range(2)]
+    found: dict[int, list] = {}
+
+    def train(number):
+        found[number] = fitted(built(strategies[number]))
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert np.isfinite([*found[0], *found[1]]).all()
