@@ -28,6 +28,7 @@ from keras_tpu_dist.layout.planner import PLANS, Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
+from keras_tpu_dist.programs.head import step as heads
 from keras_tpu_dist.programs.tables.step import described, refused
 from keras_tpu_dist.replica.datasets import (
     DistributedDataset,
@@ -42,7 +43,7 @@ from keras_tpu_dist.replica.loop import Launches
 from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.options import Ahead, Donate, Input, Options, Tables
+from keras_tpu_dist.training.options import Ahead, Donate, Head, Input, Options, Tables
 from keras_tpu_dist.training.runner import Runner
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             any optimizer, which changes the results of Adam and momentum. `"auto"`: `"rows"` for
             large tables if a step uses few of their rows; other large tables are used by their
             width if gathering them would take longer. `None`: the compiler decides.
+        head: How to compute logits of a large vocabulary and their loss in `fit` and `evaluate`.
+            `"pieces"`: in pieces of the vocabulary, so that the logits of all words never exist at
+            the same time; they are computed twice. `"whole"`: as the model does. `"auto"`: in
+            pieces if the logits and their gradient would take more than 0.4 of the memory that
+            weights, slots and gradients leave.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is not an axis of the mesh, or a
@@ -142,6 +148,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         input: Input = "global",
         compiler_options: Any = "auto",
         tables: Tables | None = "auto",
+        head: Head = "auto",
     ):
         _keras.install()
         if topology is not None:
@@ -159,6 +166,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             input=input,
             compiler_options=compiler_options,
             tables=tables,
+            head=head,
         )
         self._topology = _only_named(mesh, topology)
         self._given_mesh = mesh
@@ -339,7 +347,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             model,
             self.placement(model),
             self.layouts.mesh,
-            described(model, self),
+            {**described(model, self), **heads.described(model)},
             membership.why_not_trained(model, self),
         )
         return explanation if path is None else one_row(explanation, path)

@@ -407,6 +407,7 @@ ROWS: dict[str, Row] = {
             "input": (None, *word("globl", "per_proces")),
             "compiler_options": ("", "atuo", 3, True, NAN, [], {1: True}, {"xla_foo": None}),
             "tables": ("", "row", 3, True, NAN, []),
+            "head": ("", "piece", 3, True, NAN, [], None),
         },
     ),
     "TPUStrategy.explain": Row(

@@ -26,6 +26,7 @@ PACKAGES = {
     "programs.generation": {"programs"},
     "programs.experts": {*BASE, "programs", "programs.partitioner"},
     "programs.tables": {*BASE, "programs", "programs.partitioner"},
+    "programs.head": {*BASE, "programs", "programs.partitioner"},
     # What trains.
     "recurrence": {"common"},
     "memory": {*BASE, "programs", "programs.partitioner"},
@@ -54,6 +55,7 @@ PACKAGES = {
         "programs",
         "programs.experts",
         "programs.generation",
+        "programs.head",
         "programs.partitioner",
         "programs.tables",
     },
@@ -80,6 +82,7 @@ PACKAGES = {
         "layout",
         "memory",
         "programs",
+        "programs.head",
         "show",
         "tools.hlo",
         "training",

@@ -179,6 +179,12 @@ def _transpose(equation: Any) -> Dimensions:
     return _sent(equation, ((int(d), to) for to, d in enumerate(equation.params["permutation"])))
 
 
+def _bitcast(equation: Any) -> Dimensions:
+    """Numbers of another size become, or come from, one more dimension, the last one."""
+    both = min(rank(equation.invars[0]), rank(equation.outvars[0]))
+    return _sent(equation, ((d, d) for d in range(both)))
+
+
 def _stack(equation: Any) -> Dimensions:
     axis, ndim = equation.params["axis"], rank(equation.invars[0])
     return _sent(equation, ((d, d + (d >= axis)) for d in range(ndim)))
@@ -323,6 +329,7 @@ _RULES: dict[str, Callable[[Any], Dimensions]] = {
         _removed("axes"),
     ),
     **dict.fromkeys(["squeeze", "reduce"], _removed("dimensions")),
+    "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -18,6 +18,7 @@ from keras_tpu_dist.hardware.compiler_options import (
 Ahead = Annotated[int, whole(0, 10_000)]
 Donate = Annotated[bool | str, one_of(True, False, "auto")]
 Input = Annotated[str, one_of("global", "per_process")]
+Head = Annotated[str, one_of("auto", "whole", "pieces")]
 Tables = Annotated[str, one_of("auto", "rows", "lazy")]
 
 
@@ -40,6 +41,8 @@ class Options:
             every process reads its own rows.
         compiler_options: Options for XLA: `"auto"`, `None`, or values by name.
         tables: How tables split by rows are looked up: `"auto"`, `"rows"`, `"lazy"`, `None`.
+        head: How logits of a vocabulary and their loss are computed: `"auto"`, `"whole"`,
+            `"pieces"`.
 
     Raises:
         ValueError: If one of them has the wrong type or value.
@@ -55,6 +58,7 @@ class Options:
     input: str = "global"
     compiler_options: Any = "auto"
     tables: str | None = "auto"
+    head: str = "auto"
 
     def __post_init__(self):
         checked_compiler_options(self.compiler_options)

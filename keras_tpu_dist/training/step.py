@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.layout.planner import device_memory
+from keras_tpu_dist.programs.head.step import step_in_pieces
 from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.programs.tables.step import step_by_rows
 from keras_tpu_dist.training.accumulation import (
@@ -27,8 +29,9 @@ class _Step:
     def __init__(self, trainer: Any, placer: BatchPlacer):
         self._trainer, self._placer = trainer, placer
         of_user = getattr(trainer, f"{self.kind}_step")
-        axes = placer.data_axes
-        self._of_user = step_by_rows(trainer, self.kind, of_user, placer.mesh, axes)
+        axes, mesh = placer.data_axes, placer.mesh
+        of_user = step_in_pieces(trainer, self.kind, of_user, mesh, axes, device_memory(mesh))
+        self._of_user = step_by_rows(trainer, self.kind, of_user, mesh, axes)
         self._replicated = named_sharding(placer.mesh)
 
     def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:

@@ -176,7 +176,9 @@ class _Step:
         self._option, self._tables = option, tables
 
     def __call__(self, state: Any, data: Any) -> Any:
-        jaxpr, shapes = jax.make_jaxpr(self._step, return_shape=True)(state, data)
+        # Of a new function: JAX keeps what it traced, maybe while an update was one operation.
+        trace = jax.make_jaxpr(lambda *given: self._step(*given), return_shape=True)
+        jaxpr, shapes = trace(state, data)
         graph, inputs = graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data))
         count, outputs = len(jax.tree.leaves(state)), {}
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:

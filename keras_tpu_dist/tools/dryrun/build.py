@@ -27,6 +27,7 @@ from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.layout.lint import Finding
+from keras_tpu_dist.programs.head import step as head
 from keras_tpu_dist.programs.jaxprs import (
     inner_jaxprs,
     opened,
@@ -218,6 +219,7 @@ def lower(
             ahead = ahead if steps == 1 else held.inputs  # of the next launch
         rows = operator.index(step.batch_size)
         exported = export_step(program, state, placed, platform, notes)
+        notes += [f"{path}: {words}" for path, words in head.described(model).items()]
         return Lowered(
             mode=mode,
             program=pickle.dumps(_keras.without_vjp(exported)),

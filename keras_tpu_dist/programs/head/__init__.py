@@ -1,0 +1,1 @@
+"""Computes logits and their loss in pieces of the vocabulary."""

@@ -1,0 +1,204 @@
+"""Train and test steps whose logits are computed in pieces of the vocabulary."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.programs.dimensions import ELEMENTWISE
+from keras_tpu_dist.programs.graph import Equation, Graph, Instead, graph_of
+from keras_tpu_dist.programs.head.pieces import HeadSplit, InPieces, pieces_of
+from keras_tpu_dist.programs.head.reading import Head, StaysWhole, heads_of, read
+from keras_tpu_dist.programs.partitioner import in_compiled_code
+
+# Smaller vocabularies are computed as a whole.
+LEAST_WORDS = 4096
+# The share of the memory that weights, slots and gradients leave which logits may take as a whole.
+MOST_OF_ROOM = 0.4
+# The bytes of logits and their gradient in a training step, relative to those of the logits: 1.1
+# to 1.4 with the TPU compiler (`python benchmarks/head.py --layers 0`).
+_WITH_GRADIENT = 1.5
+# One pass finds the sum of exponentials, and one the loss and its gradients. Each further one
+# computes the logits once more: only if that is asked for.
+_MOST_PASSES = 2
+_MOST_PASSES_ASKED = 8
+
+IN_PIECES = "head in pieces: logits of {} of {} words at a time, computed {} times"
+WHOLE = "head as a whole"
+SMALL = f"{WHOLE}: its logits are no larger than a piece"
+# On a model: how its last step computed each head, and why.
+uses = _keras.Mark("_keras_tpu_dist_head")
+
+
+def step_in_pieces(
+    model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str], hbm_bytes: int
+) -> Callable:
+    """A step that computes logits and their loss in pieces, if the strategy's `head=` asks for it.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        step: A function from state and data to outputs and the new state.
+        mesh: The mesh.
+        batch: The mesh axes that split the batch.
+        hbm_bytes: The memory of a device.
+    """
+
+    def in_pieces(state: Any, data: Any) -> Any:
+        strategy = _keras.active_strategy()
+        option = "whole" if strategy is None else strategy.options.head
+        if option == "whole" or kind == "predict" or not in_compiled_code():
+            return step(state, data)
+        least_bytes = None
+        if option == "auto":
+            least_bytes = max(MOST_OF_ROOM * (hbm_bytes - _state_bytes(model, kind)), 0)
+            words = max((max(v.shape, default=0) for v in model.weights), default=0)
+            ways = axis_size(mesh, tuple(batch) or None)
+            if 4 * _WITH_GRADIENT * _labels(data) * words / ways < least_bytes:
+                return step(state, data)
+        return _Step(model, kind, step, mesh, tuple(batch), least_bytes)(state, data)
+
+    return in_pieces
+
+
+def described(model: Any) -> dict[str, str]:
+    """How the last step of a model computed its heads: from the path of their weights to words."""
+    return dict(uses.of(model) or {})
+
+
+def _labels(data: Any) -> int:
+    """The largest number of integers in an array of the batch: at least that of its labels."""
+    leaves = [leaf for leaf in jax.tree.leaves(data) if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return max((leaf.size for leaf in leaves), default=0)
+
+
+def _state_bytes(model: Any, kind: str) -> int:
+    """The bytes of a step's state on one device, and of its gradients."""
+    variables = [v for group in _keras.state_groups(model, kind) for v in group]
+    if kind == "train":
+        variables += model.trainable_variables
+    return sum(_bytes_per_device(variable) for variable in variables)
+
+
+def _bytes_per_device(variable: Any) -> int:
+    layout, shape = _keras.variable_layout(variable), tuple(variable.shape)
+    part = layout.shard_shape(shape) if isinstance(layout, NamedSharding) else shape
+    return math.prod(part) * jnp.dtype(variable.dtype).itemsize
+
+
+class _Step:
+    """A step that is analysed once and computed with its heads in pieces."""
+
+    def __init__(
+        self, model: Any, kind: str, step: Callable, mesh: Mesh, batch: tuple, least: float | None
+    ):
+        self._model, self._kind, self._step = model, kind, step
+        # Smaller heads stay whole; none does if pieces are asked for.
+        self._mesh, self._least_bytes = mesh, least
+        self._batch = tuple(axis for axis in batch if mesh.shape[axis] > 1)
+        self._variables = [v for group in _keras.state_groups(model, kind) for v in group]
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        # Of a new function: JAX keeps what it traced, maybe while an update was one operation.
+        trace = jax.make_jaxpr(lambda *given: self._step(*given), return_shape=True)
+        traced, shapes = trace(state, data)
+        graph, inputs = graph_of(traced, recomputed=False), jax.tree.leaves((state, data))
+        heads = heads_of(graph, graph.inputs[len(self._variables) :], LEAST_WORDS)
+        if not heads and self._least_bytes is None:
+            self._note(self._model.name, f"{WHOLE}: no layer computes logits of a vocabulary")
+        instead: dict[Equation, Instead] = {}
+        for head in heads:
+            if head.product not in graph.needed({}):
+                continue  # computed with another one, as the logits that it is compared with
+            graph, own = self._in_pieces(graph, head)
+            instead |= own
+        results = graph.evaluate(inputs, instead)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _in_pieces(self, graph: Graph, head: Head) -> tuple[Graph, dict[Equation, Instead]]:
+        """The step with a head in pieces, and what computes them; itself if it stays whole."""
+        path, words, features = self._stored(graph, head)
+        split = HeadSplit(self._mesh, self._batch, self._splitting(head, words, features), features)
+        size = head.tokens * head.words * head.logits.aval.dtype.itemsize
+        size *= _WITH_GRADIENT if self._kind == "train" else 1
+        if size / split.ways((*split.rows, *split.summed)) < (self._least_bytes or 0):
+            return graph, {}
+        try:
+            if _keras.active_strategy().sequence_axis is not None:
+                raise StaysWhole("the mesh splits time")
+            read(graph, head, _MOST_PASSES_ASKED if self._least_bytes is None else _MOST_PASSES)
+        except StaysWhole as why:
+            self._note(path, f"{WHOLE}: {why}")
+            return graph, {}
+        pieces = pieces_of(head, split)
+        if pieces.count == 1:
+            # Another batch, as the last one of an epoch, does not say how the head is computed.
+            if path not in described(self._model):
+                self._note(path, SMALL)
+            return graph, {}
+        width = min(pieces.width * split.ways(split.words), head.words)
+        self._note(path, IN_PIECES.format(width, head.words, len(head.passes)))
+        return InPieces(head, split, pieces, path.rpartition("/")[0] or "head").rewritten(graph)
+
+    def _stored(self, graph: Graph, head: Head) -> tuple[str, tuple, tuple]:
+        """The variable of a head's weights.
+
+        Returns:
+            Its path, the mesh axes that split its words, and those that split its other dimension.
+        """
+        side, atom = head.product.operands.index(head.weights), head.weights
+        (summed, _) = head.product.equation.params["dimension_numbers"]
+        (words,) = set(range(len(atom.shape))) - set(summed[side])
+        while (made := atom.operation) is not None:
+            if made.name == "transpose":
+                words = made.equation.params["permutation"][words]
+                atom = made.operands[0]
+                continue
+            # The first one: an adapter's product is added to its kernel.
+            same = [operand for operand in made.operands if operand.shape == atom.shape]
+            if made.name not in ELEMENTWISE or not same:
+                break
+            atom = same[0]
+        places = {id(atom): place for place, atom in enumerate(graph.inputs)}
+        place = places.get(id(atom), len(self._variables))
+        if place >= len(self._variables):
+            return self._model.name, (), ()
+        variable = self._variables[place]
+        layout = _keras.variable_layout(variable)
+        if not isinstance(layout, NamedSharding) or layout.mesh != self._mesh:
+            return variable.path, (), ()
+        entries = (*layout.spec, *[None] * len(atom.shape))[: len(atom.shape)]
+        axes = [
+            tuple(name for name in entry_names(entry) if self._mesh.shape[name] > 1)
+            for entry in entries
+        ]
+        others = [names for d, names in enumerate(axes) if d != words]
+        return variable.path, axes[words], others[0] if len(others) == 1 else ()
+
+    def _splitting(self, head: Head, stored: tuple, features: tuple) -> tuple[str, ...]:
+        """The mesh axes that split the words: those of the weights, or else those left over."""
+        if stored:
+            return stored
+        free = [
+            name
+            for name, size in self._mesh.shape.items()
+            if size > 1 and name not in (*self._batch, *features)
+        ]
+        even = head.words % axis_size(self._mesh, tuple(free) or None) == 0
+        return tuple(free) if even else ()
+
+    def _note(self, path: str, words: str) -> None:
+        """Records how a step computes a head; a train step overrides other steps."""
+        known = described(self._model)
+        if self._kind == "train" or path not in known:
+            uses.write(self._model, {**known, path: words})
+        refused = words.startswith(WHOLE) and words != SMALL
+        level = logging.WARNING if refused and self._least_bytes is None else logging.INFO
+        log_once(f"{path} of model {self._model.name!r}: {words}", level)
