@@ -246,10 +246,6 @@ ROWS: dict[str, Row] = {
             "process_id": INDEX[1:],
             "timeout_s": SECONDS,
             "peer_timeout_s": SECONDS,
-            **dict.fromkeys(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), "JAX reads them"),
-            **dict.fromkeys(
-                ("mtls_peer_uri_prefix", "verify_secure_credentials"), "JAX reads them"
-            ),
         },
     ),
     "InputShard": Row(

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
-import jax
-import jax.numpy as jnp
 import keras
 from hypothesis import strategies as st
 
@@ -36,7 +34,6 @@ from keras_tpu_dist.input.position import (
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.tools import hlo
 from keras_tpu_dist.tools.dryrun.cache import Cache
 from keras_tpu_dist.tools.dryrun.compile import _kept
 from keras_tpu_dist.tools.shell import given as shell
@@ -154,37 +151,6 @@ def read_cache(text: str) -> None:
             assert found is None or found.total_bytes >= 0 or found.memory["aliased"]
 
 
-def programs() -> list[str]:
-    def loop(x, w):
-        return jax.lax.fori_loop(0, 7, lambda i, c: jnp.tanh(c @ w), x)
-
-    def images(x, k):
-        return jax.lax.conv(x, k, (2, 2), "SAME").sum()
-
-    def text(f, *shapes):
-        shaped = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-        return jax.jit(f).lower(*shaped).compile().as_text()
-
-    collective = """HloModule m, is_scheduled=true
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %s = f32[] add(%x, %y)
-}
-
-ENTRY %main (p: f32[8,4]) -> f32[8,4] {
-  %p = f32[8,4]{1,0} parameter(0)
-  %c = f32[8,4]{1,0} copy(%p), metadata={op_name="jit(f)/transpose(jvp(dense))/dot"}
-  %r = f32[8,4]{1,0} all-reduce(%c), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
-  %g = f32[16,4]{1,0} all-gather(%r), replica_groups={{0,1},{2,3}}, dimensions={0}
-  ROOT %o = f32[8,4]{1,0} all-reduce(%r), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
-}
-"""
-    square = ((8, 8), (8, 8))
-    return [text(loop, *square), text(images, (2, 3, 8, 8), (4, 3, 3, 3)), collective]
-
-
 def read_mesh(text: str) -> None:
     sizes = shell.mesh_of(text)
     for read in (shell._array, shell.remat_of):
@@ -203,7 +169,6 @@ READERS = {
     "rules": Reader(read_rules, texts(RULES), as_json=True),
     "marks": Reader(read_marks, lambda: [a_layer()], as_json=True),
     "cache": Reader(read_cache, lambda: [a_compilation()], as_json=True),
-    "HLO": Reader(hlo.analyze, programs),
     "topology": Reader(ktd.Topology.parse, texts("v5e:4x4", "4*v5p:8x8x8", "v5litepod-16")),
     "mesh": Reader(read_mesh, texts("data=8", "data=-1,model=2", "int32:3,4", "block_*=dots")),
 }

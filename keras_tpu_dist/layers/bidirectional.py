@@ -70,8 +70,6 @@ class Bidirectional(keras.layers.Bidirectional):
         if forward.go_backwards or not (forward.built and backward.built):
             return None
         places = [layer._at(place) for layer in (forward, backward)]
-        if any(at.units_axes for at in places):
-            return None
         pair = [layer._fast(at, training) for layer, at in zip((forward, backward), places)]
         same = pair[0] == pair[1] and not isinstance(pair[0], str)
         for name in ("units", "use_bias", "compute_dtype", "unroll", "zero_output_for_mask"):

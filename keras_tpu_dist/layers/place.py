@@ -33,11 +33,6 @@ class Place:
     gathering: Gathering | None = None
 
     @property
-    def units_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the layer's units are split."""
-        return () if self.gathering is None else self.gathering.units_axes
-
-    @property
     def platform(self) -> str:
         """ "cpu", "gpu" or "tpu"."""
         return self.device.platform
@@ -50,8 +45,6 @@ class Place:
     @property
     def core(self) -> Core | str:
         """The core that a kernel would run on, or the reason why no kernel can run."""
-        if self.units_axes:
-            return "its units are split over devices"
         if only_plain_operations():
             return "the program is lowered for another platform"
         if not self.alone:

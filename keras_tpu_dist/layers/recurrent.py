@@ -10,7 +10,6 @@ from keras import tree
 
 from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
-from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.layers.place import Place, axes_of, find
 from keras_tpu_dist.recurrence import (
@@ -203,7 +202,6 @@ class FastRecurrence:
             unroll=variant.unroll,
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
-            units_axes=place.units_axes,
             unrolled=variant.unrolled,
         )
 
@@ -217,24 +215,20 @@ class FastRecurrence:
             return "recurrent_dropout masks the state inside every step"
         if training and self.dropout and getattr(self.cell, "implementation", 2) == 1:
             return "implementation=1 draws one dropout mask per gate"
-        gathered = place.gathering
-        if gathered is not None and not (gathered.gather or gathered.units_axes):
-            return gathered.reason
+        if place.gathering is not None and not place.gathering.gather:
+            return place.gathering.reason
         return self._arithmetic()
 
     def _at(self, place: Place) -> Place:
         """The place, with the gathering of this layer's weights."""
-        mesh, axes = place.split.mesh, place.split.axes
-        found = None if mesh is None else self.gathering(axes_of, mesh, axes)
+        found = None if place.split.mesh is None else self.gathering(axes_of)
         return dataclasses.replace(place, gathering=found)
 
-    def gathering(self, axes_of, mesh, data_axes) -> Gathering | None:
+    def gathering(self, axes_of) -> Gathering | None:
         """How weights that are split over devices are gathered; None if none is split.
 
         Args:
             axes_of: Returns how a variable is split, by dimension.
-            mesh: The mesh.
-            data_axes: The axes of the mesh that split the batch.
         """
         if not self.built:
             return None
@@ -242,13 +236,7 @@ class FastRecurrence:
         weights = [v for v in weights if v is not None]
         if not any(any(axes_of(v)) for v in weights):
             return None
-        return gathering(
-            sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights),
-            units=self.units,
-            axes=entry_names((*axes_of(self.cell.recurrent_kernel), None, None)[1]),
-            mesh=dict(mesh.shape),
-            data_axes=data_axes,
-        )
+        return gathering(sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights))
 
     def _stock_loop(self, reason, sequences, initial_state, mask, training):
         if reason not in self._said:
@@ -387,25 +375,12 @@ class LSTM(FastRecurrence, keras.layers.LSTM):
 class GRU(FastRecurrence, keras.layers.GRU):
     """Gated recurrent unit with weight gradients computed outside of the time loop.
 
-    Constructor, call arguments, weights, config and results are those of `keras.layers.GRU`, and it
-    reads and writes the same weights and files. It differs in two arguments:
+    It differs from `keras.layers.GRU` in what `ktd.layers.LSTM` differs from Keras's. With
+    `reset_after=False`, Keras's path runs.
 
     Args:
-        unroll: False if `variant` decides, True for no compiler loop (on TPU a single kernel if it
-            fits), or the number of steps in one iteration of the compiled loop. Defaults to
-            `False`.
-        segment: None to keep the states of all steps for the gradient; the number of steps between
-            kept states, to recompute the states between them for the gradient; or `"auto"` for
-            about the square root of the number of steps. Defaults to `None`.
-
-    With `recurrent_dropout`, with activations that are not element-wise functions of Keras, and
-    with cuDNN on GPU, Keras's path runs; a warning gives the reason once. With `stateful=True`,
-    `fit` and `predict` carry the states too. `layer.variant((batch, time, features))` returns how
-    the loop runs and why; on TPU it is one kernel if it fits on the chip.
-
-    Raises:
-        ValueError: If `unroll` or `segment` has no valid value, if `unroll=True` and the number of
-            timesteps is unknown, or if a mask does not fit the input.
+        unroll: See `ktd.layers.LSTM`.
+        segment: See `ktd.layers.LSTM`.
 
     Example:
 
@@ -417,32 +392,20 @@ class GRU(FastRecurrence, keras.layers.GRU):
     """
 
     def _arithmetic(self):
-        return _gated(recurrence.GRU if self.reset_after else recurrence.GRUResetBefore, self)
+        if not self.reset_after:
+            return "with reset_after=False, the reset gate acts before the recurrent product"
+        return _gated(recurrence.GRU, self)
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
 class SimpleRNN(FastRecurrence, keras.layers.SimpleRNN):
     """Simple recurrent layer with weight gradients computed outside of the time loop.
 
-    Constructor, call arguments, weights, config and results are those of `keras.layers.SimpleRNN`,
-    and it reads and writes the same weights and files. It differs in two arguments:
+    It differs from `keras.layers.SimpleRNN` in what `ktd.layers.LSTM` differs from Keras's.
 
     Args:
-        unroll: False if `variant` decides, True for no compiler loop (on TPU a single kernel if it
-            fits), or the number of steps in one iteration of the compiled loop. Defaults to
-            `False`.
-        segment: None to keep the states of all steps for the gradient; the number of steps between
-            kept states, to recompute the states between them for the gradient; or `"auto"` for
-            about the square root of the number of steps. Defaults to `None`.
-
-    With `recurrent_dropout`, with activations that are not element-wise functions of Keras, and
-    with cuDNN on GPU, Keras's path runs; a warning gives the reason once. With `stateful=True`,
-    `fit` and `predict` carry the states too. `layer.variant((batch, time, features))` returns how
-    the loop runs and why; on TPU it is one kernel if it fits on the chip.
-
-    Raises:
-        ValueError: If `unroll` or `segment` has no valid value, if `unroll=True` and the number of
-            timesteps is unknown, or if a mask does not fit the input.
+        unroll: See `ktd.layers.LSTM`.
+        segment: See `ktd.layers.LSTM`.
 
     Example:
 

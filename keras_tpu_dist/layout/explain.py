@@ -282,7 +282,7 @@ def explain_model(
     )
     assigned = tuple(placement.annotations.logical_devices.items())
     by_rows = (LayerRow(path, words) for path, words in (tables or {}).items())
-    layers = (*_layer_rows(model, placement, mesh), *by_rows)
+    layers = (*_layer_rows(model, placement), *by_rows)
     return Explanation(
         model.name,
         dict(mesh.shape),
@@ -311,7 +311,7 @@ def _reason_of_output(path: str, placement: Placement) -> str:
     return "plan: rows stay split" if ruled is None else ruled.reason
 
 
-def _layer_rows(model, placement: Placement, mesh: Mesh):
+def _layer_rows(model, placement: Placement):
     """Rows from layers that decide themselves, such as recurrent ones."""
 
     def axes_of(variable) -> tuple:
@@ -320,7 +320,7 @@ def _layer_rows(model, placement: Placement, mesh: Mesh):
 
     for layer in _keras.flatten_layers(model):
         choose = getattr(layer, "gathering", None)
-        choice = choose(axes_of, mesh, placement.data_axes) if callable(choose) else None
+        choice = choose(axes_of) if callable(choose) else None
         if choice is not None:
             yield LayerRow(layer.path, str(choice))
 

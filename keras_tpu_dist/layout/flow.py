@@ -112,7 +112,6 @@ class Flow:
         weights: For every weight, the nodes of its dimensions.
         views: For kernels that hold features of several kinds, and their biases, the shape that
             they are reshaped to, whose dimensions count.
-        unequal: For kernels whose features are separated into unequal parts, their sizes.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -126,7 +125,6 @@ class Flow:
     ends: list[int] = field(default_factory=list)
     weights: list[tuple[int, ...]] = field(default_factory=list)
     views: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    unequal: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def cuts(self, ways: int) -> list[Cut]:
         """The cuts into a number of parts that need no communication between their kernels.
@@ -534,7 +532,7 @@ def _read_program(program: Any, variables: list, layer: Any) -> Flow:
     number = {id(variable): n for n, variable in enumerate(variables)}
     quantized = [[number[id(weight)] for weight in group] for group in scaled_kernels(layer)]
     scales = {kernel: beside for kernel, *beside in quantized}
-    program, views, unequal = taken_apart(program, len(variables), scales)
+    program, views = taken_apart(program, len(variables), scales)
     jaxpr, reader = opened(program), _Reader()
     weights = [
         reader.value(atom, frozenset([n])) for n, atom in enumerate(jaxpr.invars[: len(variables)])
@@ -542,7 +540,7 @@ def _read_program(program: Any, variables: list, layer: Any) -> Flow:
     inputs = [reader.value(atom) for atom in jaxpr.invars[len(variables) :]]
     outputs = reader.read(jaxpr, [*weights, *inputs])
     flow = reader.flow
-    flow.views, flow.unequal = views, unequal
+    flow.views = views
     flow.weights = [weight.nodes for weight in weights]
     flow.ends = [node for value in (*inputs, *outputs) for node in value.nodes]
     return flow

@@ -9,7 +9,6 @@ A quantized kernel is multiplied by a function of Keras's, with its own gradient
 features in another order: all that one device computes, of every kind, then those of the next one.
 """
 
-import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -210,21 +209,6 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
     return [fused for fused in found if fused is not None]
 
 
-def unequal_in(
-    graph: Graph, weights: Container[int], scales: Scales
-) -> list[tuple[Atom, tuple[int, ...]]]:
-    """Kernels whose features are separated into parts of unequal sizes, and the sizes."""
-    users, outputs = _users(graph), set(map(id, graph.outputs))
-    found = []
-    for product in graph.operations:
-        kernel, _ = _multiplied(product, weights, scales)
-        if kernel is not None:
-            value, _ = _features(product, weights, users, outputs)
-            if sizes := _unequal(users.get(id(value), ()), value):
-                found.append((kernel, sizes))
-    return found
-
-
 def _users(graph: Graph) -> dict[int, list[Equation]]:
     """The operations that read each value, by its id."""
     users: dict[int, list[Equation]] = {}
@@ -265,22 +249,6 @@ def _features(
             break
         value = user.results[0]
     return value, bias
-
-
-def _unequal(ends: Sequence[Equation], value: Atom) -> tuple[int, ...]:
-    """The sizes of the parts that operations separate features into, unless they are equal."""
-    last, places = len(value.shape) - 1, set()
-    for end in ends:
-        if end.name == "split" and end.equation.params["axis"] == last:
-            limits = list(itertools.accumulate(map(int, end.equation.params["sizes"])))
-            places |= {*zip((0, *limits), limits)}
-        elif end.name == "slice" and end.results[0].shape[:-1] == value.shape[:-1]:
-            limits = (end.equation.params[name][-1] for name in ("start_indices", "limit_indices"))
-            places.add(tuple(map(int, limits)))
-    starts, limits = zip(*sorted(places)) if places else ((), ())
-    whole = starts and (*starts, value.shape[-1]) == (0, *limits)
-    sizes = tuple(b - a for a, b in sorted(places))
-    return sizes if whole and len(set(sizes)) > 1 else ()
 
 
 def _multiplied(
@@ -348,7 +316,7 @@ def _id(value: Atom) -> int:
 
 def taken_apart(
     jaxpr: Any, weights: int, scales: Mapping[int, Sequence[int]]
-) -> tuple[Any, dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+) -> tuple[Any, dict[int, tuple[int, ...]]]:
     """Rewrites a program so that fused kernels are inputs in their taken-apart shape.
 
     Args:
@@ -356,30 +324,28 @@ def taken_apart(
 
     Returns:
         The program, a `ClosedJaxpr`, and the new shapes of the reshaped weights; the same
-        program, and no shapes, if there are none. Last, the sizes of the parts of features that
-        are separated unequally, by the numbers of their kernels, which stay as they are.
+        program, and no shapes, if there are none.
     """
     graph = graph_of(jaxpr)
     number = {id(atom): n for n, atom in enumerate(graph.inputs[:weights])}
     ids = list(number)
     own = {ids[kernel]: {ids[each] for each in beside} for kernel, beside in scales.items()}
     found = fused_in(graph, number, own)
-    unequal = {number[id(kernel)]: sizes for kernel, sizes in unequal_in(graph, number, own)}
     if not found:
-        return jaxpr, {}, unequal
+        return jaxpr, {}
     views: dict[int, tuple[int, ...]] = {}
     instead: dict[Equation, Instead] = {}
     for fused in found:
         views |= {number[id(weight)]: view for weight, view in fused.views()}
         instead |= fused.replaced(lambda _, array: array)
     if _is_read_elsewhere(graph, instead, {id(graph.inputs[n]) for n in views}):
-        return jaxpr, {}, unequal
+        return jaxpr, {}
     given = [
         jax.ShapeDtypeStruct(views.get(n, atom.shape), atom.aval.dtype)
         for n, atom in enumerate(graph.inputs)
     ]
     program = jax.make_jaxpr(lambda *arrays: graph.evaluate(arrays, instead))(*given)
-    return program, views, unequal
+    return program, views
 
 
 def _is_read_elsewhere(

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
+from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, names_in
 from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
@@ -18,7 +18,6 @@ from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.planner import device_memory, state_bytes
 from keras_tpu_dist.layout.rules import LayoutError, dead_patterns, matching, nearest_path
-from keras_tpu_dist.layout.unpaired import Unpaired, unpaired
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text
 
@@ -125,12 +124,9 @@ def lint_model(
     if not cheap:
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
-        found += _siblings(model, placement)
-        found += _unpaired(model, placement, setting, batch_size)
         found += _unused_axes(model, placement, setting)
         found += _no_data_axis(setting)
         found += _batch(batch_size, setting)
-        found += _heads(model, setting)
         found += _built_outside(foreign, setting)
         found += [_table(path, words) for path, words in (tables or {}).items()]
         if not model.built:
@@ -262,42 +258,6 @@ def _fallbacks(model, placement: Placement) -> list[Finding]:
     ]
 
 
-def _unpaired(
-    model, placement: Placement, setting: Setting, batch_size: int | None
-) -> list[Finding]:
-    """Weights that a plan could not pair, the most expensive first; equal ones share a finding."""
-    replicas = math.prod(setting.mesh.shape[name] for name in setting.data_axes)
-    rows = None if batch_size is None else -(-batch_size // replicas)
-    groups: dict[tuple, list[Unpaired]] = {}
-    for each in unpaired(model, placement, setting):
-        groups.setdefault(each.like, []).append(each)
-    found = []
-    for alike in groups.values():
-        sent = _sent(alike, rows)
-        more = f" This holds for {len(alike)} weights like it." if len(alike) > 1 else ""
-        words = f"{alike[0].words}{more}{_sent_text(alike, rows)}"
-        found.append((sent, Finding("info", "unpaired", alike[0].path, words, alike[0].fix)))
-    return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
-
-
-def _sent(alike: Sequence[Unpaired], rows: int | None) -> float:
-    """The known bytes that a device sends in a step."""
-    return sum((weight.by_row or 0) * (rows or 1) + (weight.by_step or 0) for weight in alike)
-
-
-def _sent_text(alike: Sequence[Unpaired], rows: int | None) -> str:
-    if any(weight.by_row is None or weight.by_step is None for weight in alike):
-        return " A dry run shows how much it sends."
-    by_row = sum(weight.by_row or 0 for weight in alike)
-    by_step = sum(weight.by_step or 0 for weight in alike)
-    if not by_row and not by_step:
-        return ""
-    if not by_row or rows is not None:
-        return f" Each device sends {size_text(round(by_row * (rows or 0) + by_step))} a step."
-    besides = f", plus {size_text(round(by_step))}" if by_step else ""
-    return f" Each device sends {size_text(round(by_row))} a step per row of its batch{besides}."
-
-
 def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
     found = []
     if placement.plan is not None:
@@ -329,40 +289,6 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
     return found
 
 
-def _siblings(model, placement: Placement) -> list[Finding]:
-    """Layers of one class with weights of one shape, of which one is split differently.
-
-    A rule may be too narrow. The decisions of a plan are not reported: a plan has its reasons.
-    """
-    plan = placement.plan
-    planned = set() if plan is None else {v.path for v in _weights(model) if plan.decision(v)}
-    groups: dict[tuple, list] = {}
-    for layer in _keras.flatten_layers(model):
-        for variable in _keras.own_variables(layer):
-            if id(variable) in placement.decisions and variable.path not in planned:
-                key = (type(layer), variable.name, tuple(variable.shape))
-                groups.setdefault(key, []).append(variable)
-    found = []
-    for (kind, name, shape), variables in groups.items():
-        texts = [layout_text(placement.decisions[id(v)].axes) for v in variables]
-        usual = max(set(texts), key=texts.count)
-        odd = [(v, t) for v, t in zip(variables, texts) if t != usual]
-        # A column and a row projection of the same square size rightly differ.
-        if odd and len(variables) > 2 and len(odd) < len(variables) / 2 and len(set(texts)) == 2:
-            variable, text = odd[0]
-            found.append(
-                Finding(
-                    "info",
-                    "siblings",
-                    variable.path,
-                    f"Its layout is {text}, but that of {texts.count(usual)} other "
-                    f"{kind.__name__} {name} of shape {shape} is {usual}.",
-                    "If you did not intend this, widen the rule.",
-                )
-            )
-    return found
-
-
 def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]:
     used = set(state_axes(setting.mesh, setting.data_axes))
     splits = any(
@@ -390,34 +316,16 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
         )
         for name, size in setting.mesh.shape.items()
         if size > 1 and name not in used
-    ] + [
-        Finding(
-            "info",
-            "axis-name",
-            name,
-            f"The plan splits weights over it, as over any axis that splits no batch. {question}",
-            "It trains under this name; rules must write the same.",
-        )
-        for name in setting.mesh.axis_names
-        if name in used
-        and placement.plan is not None
-        and (question := _usual_axis(name, setting, 0.75))
     ]
 
 
 def _nearest_axis(name: str, setting: Setting) -> str:
-    """The start of the fix: a question if the axis is named almost like a data axis."""
-    hint = _usual_axis(name, setting)
-    return f"{hint} Otherwise give" if hint else "Give"
-
-
-def _usual_axis(name: str, setting: Setting, likeness: float = 0.5) -> str:
-    """A question, if an axis is named almost like a usual one that the mesh does not have."""
+    """The start of the fix: a question if the axis is named almost like a usual one."""
     usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS, "model"}
     if any(other in name for other in usual):  # "model_1", "data2"
-        return ""
-    usual -= {*setting.mesh.axis_names}
-    return did_you_mean(name, sorted(usual), likeness).strip()
+        return "Give"
+    hint = did_you_mean(name, sorted(usual - {*setting.mesh.axis_names}), 0.5).strip()
+    return f"{hint} Otherwise give" if hint else "Give"
 
 
 def _no_data_axis(setting: Setting) -> list[Finding]:
@@ -455,27 +363,6 @@ def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
         fix = f"For full devices, use {batch_size // ways * ways} or {filled} rows."
         return [Finding("info", "uneven-batch", "batch_size", words, fix)]
     return []
-
-
-def _heads(model, setting: Setting) -> list[Finding]:
-    taken = state_axes(setting.mesh, setting.data_axes)
-    ways = math.prod(n for name, n in setting.mesh.shape.items() if name not in taken)
-    found = []
-    for layer in _keras.flatten_layers(model):
-        if isinstance(layer, keras.layers.GroupQueryAttention) and ways > 1:
-            heads = layer.num_key_value_heads
-            if heads % ways:
-                found.append(
-                    Finding(
-                        "info",
-                        "kv-heads",
-                        layer.path or layer.name,
-                        f"{heads} key-value heads are not divisible by {ways}: every device on the "
-                        "model axis computes all keys and values.",
-                        f"Use {ways} key-value heads, or a model axis whose size divides {heads}.",
-                    )
-                )
-    return found
 
 
 def _built_outside(foreign: Sequence[str], setting: Setting) -> list[Finding]:

@@ -241,7 +241,6 @@ class Planner:
                     used=before.used,
                     view=before.view,
                     gathered=before.gathered,
-                    alone=before.alone,
                 )
             elif decision is None:
                 why = "no rule for this layer class" if chosen else "the state fits on one device"

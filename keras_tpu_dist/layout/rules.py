@@ -50,7 +50,6 @@ class Decision:
         used: The axes of the tensor in computations, if they differ; they need not split it evenly.
         view: The view that `used` refers to, if that is not the weight as stored.
         gathered: The features that a layer computes in parts with it, and returns whole.
-        alone: Whether a plan splits it without another weight that opens or closes the split.
     """
 
     axes: Axes
@@ -59,7 +58,6 @@ class Decision:
     used: Axes = ()
     view: View | None = None
     gathered: Gathered | None = None
-    alone: bool = False
 
 
 # Flags for a whole pattern, such as "(?i)dense/kernel", are only allowed at its very start.

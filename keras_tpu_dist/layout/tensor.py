@@ -21,12 +21,8 @@ _FEWEST_IN_A_PART = 8
 # that a batch looks up, because a batch has as many tokens.
 _MOST_SENT_WHOLE = 4096
 
-# In reasons: for weights that are not split.
-SHARED = "few heads, which all that are split share"
-KEYS = "key-value heads"
-INDIVISIBLE = "not divisible by"
-UNTRACED = ", as the call of "
-UNEQUAL = "; its features are separated into unequal parts of "
+# In reasons.
+_INDIVISIBLE = "not divisible by"
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -188,8 +184,6 @@ class TensorPlan:
         self.decisions: dict[int, Decision] = {}
         # Ids of tables that compute logits.
         self._makes_logits: set[int] = set()
-        # From ids of kernels to the sizes of unequal parts of their features.
-        self._unequal: dict[int, tuple[int, ...]] = {}
         # Ids of kernels that other kernels follow.
         self._feeding: set[int] = set()
         # From ids of kernels to the reason why no call shows what follows them.
@@ -223,7 +217,7 @@ class TensorPlan:
             try:
                 flow = flow_of(layer, variables, called.get(id(layer)))
             except NotTraced as error:
-                why = f"{UNTRACED}{layer.path!r} cannot be traced: {error}"
+                why = f", as the call of {layer.path!r} cannot be traced: {error}"
                 for v in free:
                     self._untraced.setdefault(id(v), why)
                 continue
@@ -239,7 +233,6 @@ class TensorPlan:
                 if id(v) in tables and flow.makes_features(w, 0)
             }
             self._feeding |= {id(variables[w]) for w in flow.feeding}
-            self._unequal |= {id(variables[w]): sizes for w, sizes in flow.unequal.items()}
             routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
             self._put_whole(routers, variables, "what it computes is searched whole")
 
@@ -279,7 +272,7 @@ class TensorPlan:
                 axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
                 self._put(variables[w], axes, reason)
         few = [w for w in cut.whole if id(variables[w]) not in ruled]
-        self._put_whole(few, variables, SHARED)
+        self._put_whole(few, variables, "few heads, which all that are split share")
 
     def _put_apart(self, variable, dim: int, entry, reason: str, view: View) -> None:
         """Lets a layer use a fused weight for queries, keys and values by heads.
@@ -326,12 +319,8 @@ class TensorPlan:
         if p.experts:
             self._split_kernel(p, p.experts, "experts, one group per shard")
         elif _elements(p.kernel) >= self._min_size:
-            parts = self._unequal.get(id(p.kernel), ())
-            why = UNEQUAL + " and ".join(map(str, parts)) if parts else ""
-            if id(p.kernel) in self._untraced:
-                why = self._untraced[id(p.kernel)]
+            why = self._untraced.get(id(p.kernel), "")
             self._split_kernel(p, (*p.outs, *p.ins), f"without a partner{why}")
-            self._mark_alone(p.kernel)
             axes = p.axes(self.decisions[id(p.kernel)].axes)
             split = [d for d, entry in enumerate(axes) if entry]
             if id(p.kernel) in self._feeding:
@@ -353,7 +342,7 @@ class TensorPlan:
         if entry is None:
             sizes = [p.sizes[d] for d in dims]
             packed = ", two values in a byte," if p.packed else ""
-            self._keep(p.layer, f"{reason}; but {sizes}{packed} are {INDIVISIBLE} {self._ways()}")
+            self._keep(p.layer, f"{reason}; but {sizes}{packed} are {_INDIVISIBLE} {self._ways()}")
             return
         self._assign_projection(p, dim, entry, reason)
 
@@ -373,12 +362,14 @@ class TensorPlan:
         if entry is None:
             most = max(heads, key=lambda q: q.out_sizes[0], default=None)
             what = "no kernels by heads" if most is None else self._heads_of(most)
-            self._keep(layer, f"attention: {what} are {INDIVISIBLE} {self._ways()}")
+            self._keep(layer, f"attention: {what} are {_INDIVISIBLE} {self._ways()}")
             return
         ways = axis_size(self._mesh, entry)
         for q, own in zip(heads, parts):
             if own % ways:
-                reason = f"attention: {self._heads_of(q, KEYS)} are {INDIVISIBLE} {ways}"
+                reason = (
+                    f"attention: {self._heads_of(q, 'key-value heads')} are {_INDIVISIBLE} {ways}"
+                )
                 self._keep(q.layer, reason)
             else:
                 self._assign_projection(q, q.outs[0], entry, "attention: column, by heads")
@@ -403,7 +394,7 @@ class TensorPlan:
             by_vocabulary = sides.index("vocabulary")
             dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
             if entry is None:
-                reason = f"embedding: {tuple(table.shape)} is {INDIVISIBLE} {self._ways()}"
+                reason = f"embedding: {tuple(table.shape)} is {_INDIVISIBLE} {self._ways()}"
                 self._put(table, (), f"replicated: {reason}")
                 continue
             axes = tuple(entry if d == dim else None for d in (0, 1))
@@ -455,7 +446,7 @@ class TensorPlan:
             return
         self.decisions[id(variable)] = replace(
             decision,
-            reason=f"{decision.reason}; used by {what}, padded: {size} is {INDIVISIBLE} {ways}",
+            reason=f"{decision.reason}; used by {what}, padded: {size} is {_INDIVISIBLE} {ways}",
             used=tuple(entry if d == dim else None for d in range(len(variable.shape))),
         )
 
@@ -465,7 +456,7 @@ class TensorPlan:
         size = gates if gates > 1 else units
         entry = dividing_axes(size, self._axes, self._mesh)
         if entry is None:
-            reason = f"recurrent: {size} gates or units are {INDIVISIBLE} {self._ways()}"
+            reason = f"recurrent: {size} gates or units are {_INDIVISIBLE} {self._ways()}"
             self._keep(layer, f"{reason}, and a gate must not cross a shard")
             return
         for weight in _keras.own_variables(layer):
@@ -484,7 +475,7 @@ class TensorPlan:
         count = banks[0].shape[0]
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
-            self._keep(layer, f"experts: {count} is {INDIVISIBLE} {self._ways()}")
+            self._keep(layer, f"experts: {count} is {_INDIVISIBLE} {self._ways()}")
             return
         for weight in (*banks, *biases_of(layer, banks)):
             axes = (entry, *(None,) * (len(weight.shape) - 1))
@@ -513,13 +504,8 @@ class TensorPlan:
             if entry is not None:
                 axes = tuple(entry if d == dim else None for d in range(len(shape)))
                 self._put(weight, axes, reason)
-                self._mark_alone(weight)
                 if not _multiplies(layer, weight):
                     self._use_whole(weight)
-
-    def _mark_alone(self, variable) -> None:
-        decision = self.decisions[id(variable)]
-        self.decisions[id(variable)] = replace(decision, alone=bool(decision.axes))
 
     def _beside_kernel(self, p: Projection, axes: Axes) -> None:
         """LoRA factors and quantization scales are split as the kernel that they belong to."""

@@ -1,6 +1,5 @@
 """Starts JAX as one of several processes, each with the devices of its host."""
 
-import inspect
 import logging
 import os
 import threading
@@ -55,11 +54,6 @@ def initialize(
     *,
     timeout_s: Seconds = 300.0,
     peer_timeout_s: Seconds = PEER_TIMEOUT_S,
-    mtls_cert_file: str | None = None,
-    mtls_key_file: str | None = None,
-    mtls_ca_file: str | None = None,
-    mtls_peer_uri_prefix: str | None = None,
-    verify_secure_credentials: bool | None = None,
 ) -> None:
     """Joins this process to the others that train together, each on the devices of its host.
 
@@ -79,18 +73,9 @@ def initialize(
             with exit code 69.
         peer_timeout_s: The seconds of silence after which a process counts as dead, and all others
             end.
-        mtls_cert_file: The file with this process's certificate, as in
-            `jax.distributed.initialize`, from JAX 0.12 on. With it, the coordinator and its clients
-            authenticate one another and encrypt their messages.
-        mtls_key_file: The file with its private key.
-        mtls_ca_file: The file with the certificates to check those of the other processes against.
-        mtls_peer_uri_prefix: The prefix that a URI in the others' certificates must have, if they
-            name no host.
-        verify_secure_credentials: Whether missing certificates are an error.
 
     Raises:
-        ValueError: If only some of the first three are known, one is malformed, or this JAX does
-            not support certificates.
+        ValueError: If only some of the first three are known, or one is malformed.
         RuntimeError: If JAX has already started, or was initialized as another process.
 
     Example:
@@ -104,14 +89,6 @@ def initialize(
     begin_reports()
     given = _given(coordinator, num_processes, process_id)
     _check(*given)
-    certificates = {
-        "mtls_cert_file": mtls_cert_file,
-        "mtls_key_file": mtls_key_file,
-        "mtls_ca_file": mtls_ca_file,
-        "mtls_peer_uri_prefix": mtls_peer_uri_prefix,
-        "verify_secure_credentials": verify_secure_credentials,
-    }
-    certificates = _checked({k: v for k, v in certificates.items() if v is not None})
     if jax.distributed.is_initialized():
         _check_same(given)
         watch_peers(peer_timeout_s)
@@ -135,7 +112,6 @@ def initialize(
                 initialization_timeout=int(timeout_s) + 60,
                 heartbeat_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
                 shutdown_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
-                **certificates,
             )
         except ValueError as error:
             _no_cluster(given, error)
@@ -229,25 +205,6 @@ class _Deadline:
 
     def __exit__(self, *exception):
         self._timer.cancel()
-
-
-def _checked(certificates: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for JAX's mutual TLS, if this JAX has them and their files are readable."""
-    known = inspect.signature(jax.distributed.initialize).parameters
-    if not certificates.keys() <= known.keys():
-        raise value_error(
-            "Certificates need a JAX whose jax.distributed.initialize takes them.",
-            received={**certificates, "jax": jax.__version__},
-            fix='pip install "jax>=0.12" (Python 3.12 or later).',
-        )
-    for name, path in certificates.items():
-        if name.endswith("_file") and not os.access(path, os.R_OK):
-            raise value_error(
-                "The files with certificates must be readable.",
-                received={name: path},
-                fix="Correct the path, or the permissions of the file.",
-            )
-    return certificates
 
 
 def _bind_address(coordinator: str | None) -> str | None:

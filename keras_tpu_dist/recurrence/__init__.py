@@ -4,7 +4,6 @@ from keras_tpu_dist.recurrence.cells import BUILT_IN as BUILT_IN
 from keras_tpu_dist.recurrence.cells import GRU as GRU
 from keras_tpu_dist.recurrence.cells import LSTM as LSTM
 from keras_tpu_dist.recurrence.cells import Activation as Activation
-from keras_tpu_dist.recurrence.cells import GRUResetBefore as GRUResetBefore
 from keras_tpu_dist.recurrence.cells import Product as Product
 from keras_tpu_dist.recurrence.cells import SimpleRNN as SimpleRNN
 from keras_tpu_dist.recurrence.differentiate import Split as Split

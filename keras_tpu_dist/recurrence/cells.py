@@ -129,10 +129,7 @@ class Product:
         )
 
     def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient.
-
-        See `outer` for the arguments.
-        """
+        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient."""
         if not self.sum_by_product:
             wide = jnp.promote_types(cotangents.dtype, jnp.float32)
             return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
@@ -144,40 +141,6 @@ class Product:
         return both[..., :inputs, :], both[..., inputs, :]
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange(Product):
-    """Products with a kernel whose units are split: a device has its units of all gates."""
-
-    axes: tuple[str, ...] = ()
-
-    def __call__(self, rows: Array, weight: Array) -> Array:
-        """The product with this device's columns; the states of all units are gathered first."""
-        return super().__call__(self._all(rows.astype(weight.dtype)), weight)
-
-    def back(self, rows: Array, weight: Array) -> Array:
-        """This device's part of the sum over all devices' columns.
-
-        Args:
-            rows: `(..., batch, columns)`, of this device's columns.
-            weight: `(..., units, columns)`, this device's columns for the units of all devices.
-        """
-        whole = super().back(rows, weight)
-        return lax.psum_scatter(whole, self.axes, scatter_dimension=whole.ndim - 1, tiled=True)
-
-    def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """The gradients of this device's columns, and of its units' bias.
-
-        Args:
-            rows: `(time, batch, units)`, of this device's units; those of all are collected.
-            cotangents: `(time, batch, columns)`, of this device's columns.
-        """
-        whole = Product(self.dtype, self.sum_by_product)
-        return whole.outer_and_sum(self._all(rows), cotangents)
-
-    def _all(self, rows: Array) -> Array:
-        return lax.all_gather(rows, self.axes, axis=rows.ndim - 1, tiled=True)
-
-
 class Cell(Protocol):
     """The functions of a recurrence that the loop uses."""
 
@@ -185,8 +148,6 @@ class Cell(Protocol):
     num_states: int
     states_suffice: bool
     only_multiplied: tuple[bool, ...]
-    rebuilds_by_step: bool
-    joins: bool
 
     def advance(self, product, recurrent, bias, projected, state) -> Any:
         """One step: `(new state, the activations' inputs)`.
@@ -260,21 +221,13 @@ def join(*parts: Array) -> Array:
 class OneProduct:
     """A cell whose activations' inputs are the projected inputs plus one product with the state."""
 
-    joins = True
-
     def advance(self, product, recurrent, bias, projected, state):
-        """One step.
-
-        See `Cell.advance` for the arguments.
-        """
+        """One step."""
         inputs = self.rebuild(product, recurrent, bias, projected, state)
         return self.after(inputs, state), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
-        """The inputs of the activations, of all steps, by one product.
-
-        See `Cell.rebuild` for the arguments.
-        """
+        """The inputs of the activations, of all steps, by one product."""
         del bias
         return projected + product(previous[0], recurrent)
 
@@ -303,10 +256,7 @@ class OneProduct:
         raise NotImplementedError
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activations' inputs.
-
-        See `Cell.retreat` for the arguments.
-        """
+        """One product; emits the cotangent of the activations' inputs."""
         dz, (dh, *others) = self.columns_back(coefficients, cotangent)
         return (dh + product.back(dz, recurrent), *others), (dz,)
 
@@ -333,13 +283,9 @@ class LSTM(OneProduct):
     num_states = 2
     only_multiplied = (True, False)
     states_suffice = False
-    rebuilds_by_step = True
 
     def after(self, inputs, state):
-        """The states after a step.
-
-        See `OneProduct.after` for the arguments.
-        """
+        """The states after a step."""
         c = state[1]
         i, f, g, o = split(inputs, 4)
         gate = self.recurrent_activation
@@ -347,10 +293,7 @@ class LSTM(OneProduct):
         return gate(o) * self.activation(c), c
 
     def coefficients(self, inputs, previous):
-        """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before.
-
-        See `Cell.coefficients` for the arguments.
-        """
+        """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before."""
         c_before = previous[1]
         at_i, at_f, at_g, at_o = split(inputs, 4)
         gate = self.recurrent_activation.with_slope
@@ -361,10 +304,7 @@ class LSTM(OneProduct):
         return join(*to_inputs) if self.wide else to_inputs, o * dy, f
 
     def columns_back(self, coefficients, cotangent):
-        """The cotangent of all gates' inputs.
-
-        See `OneProduct.columns_back` for the arguments.
-        """
+        """The cotangent of all gates' inputs."""
         to_inputs, to_c, carry = coefficients
         dh, dc = cotangent
         dc = dc + dh * to_c
@@ -376,29 +316,14 @@ class LSTM(OneProduct):
         return dz, (0, dc * carry)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps.
-
-        See `Cell.gradients` for the arguments.
-        """
+        """One product for the recurrent kernel of all steps."""
         del inputs
         d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
         return emitted, (total,), d_recurrent, None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gated:
-    """The common part of both forms."""
-
-    activation: Activation = TANH
-    recurrent_activation: Activation = SIGMOID
-    gates = 3
-    num_states = 1
-    only_multiplied = (False,)
-    states_suffice = False
-
-
-@dataclasses.dataclass(frozen=True)
-class GRU(_Gated, OneProduct):
+class GRU(OneProduct):
     """The reset gate acts after the product with the recurrent kernel (`reset_after=True`).
 
     Gates in Keras's order: update, reset, candidate. The product has a bias of its own.
@@ -407,21 +332,20 @@ class GRU(_Gated, OneProduct):
         Cho et al., https://arxiv.org/abs/1406.1078v1.
     """
 
-    rebuilds_by_step = True
+    activation: Activation = TANH
+    recurrent_activation: Activation = SIGMOID
+    gates = 3
+    num_states = 1
+    only_multiplied = (False,)
+    states_suffice = False
 
     def after(self, inputs, state):
-        """The state after a step.
-
-        See `OneProduct.after` for the arguments.
-        """
+        """The state after a step."""
         z, _, n, _ = self._gates(inputs, lambda activation, x: activation(x))
         return (z * state[0] + (1 - z) * n,)
 
     def joined(self, weights):
-        """Separate columns for both parts of n's input, with zeros for the other part.
-
-        See `OneProduct.joined` for the arguments.
-        """
+        """Separate columns for both parts of n's input, with zeros for the other part."""
         kernel, bias, recurrent, inner = weights
         gates = recurrent.shape[-2] * 2
         weight = jnp.concatenate([_apart(kernel, gates, 0), _apart(recurrent, gates, 1)])
@@ -430,18 +354,12 @@ class GRU(_Gated, OneProduct):
         return weight, _apart(bias, gates, 0) + _apart(inner, gates, 1)
 
     def inputs_of(self, columns):
-        """Both parts of n's input added, and the recurrent one.
-
-        See `OneProduct.inputs_of` for the arguments.
-        """
+        """Both parts of n's input added, and the recurrent one."""
         at_z, at_r, x_n, h_n = split(columns, 4)
         return join(at_z, at_r, x_n + h_n), h_n
 
     def columns_back(self, coefficients, cotangent):
-        """The cotangents of n's parts side by side.
-
-        See `OneProduct.columns_back` for the arguments.
-        """
+        """The cotangents of n's parts side by side."""
         to_inner, to_n, carry = coefficients
         (dh,) = cotangent
         to_z, to_r, to_recurrent = split(to_inner, 3)
@@ -451,10 +369,7 @@ class GRU(_Gated, OneProduct):
         """Both parts of all gates' inputs together, and the recurrent part of n's, of all steps.
 
         That part is computed as a difference, which rounds no more than the sum does, so that the
-        sum can be fused with the product.
-
-        See `Cell.rebuild` for the arguments.
-        """
+        sum can be fused with the product."""
         total = projected + product(previous[0], recurrent)
         total = total if bias is None else total + bias
         units = previous[0].shape[-1]
@@ -471,29 +386,20 @@ class GRU(_Gated, OneProduct):
         return apply(self.recurrent_activation, at_z), r, n, h_n
 
     def coefficients(self, inputs, previous):
-        """How much of dh goes to each gate's input, to the recurrent candidate, and through.
-
-        See `Cell.coefficients` for the arguments.
-        """
+        """How much of dh goes to each gate's input, to the recurrent candidate, and through."""
         (z, dz), (r, dr), (n, dn), h_n = self._gates(inputs, lambda f, x: f.with_slope(x))
         to_n = (1 - z) * dn
         return join((previous[0] - n) * dz, to_n * h_n * dr, to_n * r), to_n, z
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangents of the inputs of z, r and n's recurrent part; of n.
-
-        See `Cell.retreat` for the arguments.
-        """
+        """One product; emits the cotangents of the inputs of z, r and n's recurrent part; of n."""
         to_inner, to_n, carry = coefficients
         (dh,) = cotangent
         inner = join(dh, dh, dh) * to_inner
         return (dh * carry + product.back(inner, recurrent),), (inner, dh * to_n)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps.
-
-        See `Cell.gradients` for the arguments.
-        """
+        """One product for the recurrent kernel of all steps."""
         del inputs
         inner, dn = emitted
         (h,) = previous
@@ -501,84 +407,6 @@ class GRU(_Gated, OneProduct):
         gates = 2 * h.shape[-1]
         totals = total[..., :gates], None
         return (inner[..., :gates], dn), totals, d_recurrent, total
-
-
-@dataclasses.dataclass(frozen=True)
-class GRUResetBefore(_Gated):
-    """The reset gate acts before the product with the recurrent kernel (`reset_after=False`).
-
-    References:
-        Cho et al., https://arxiv.org/abs/1406.1078v3.
-    """
-
-    rebuilds_by_step = False  # the weights' gradient reads the rebuilt values
-    joins = False  # a part of the product waits for the reset gate
-
-    @staticmethod
-    def _kernels(recurrent):
-        gates = recurrent.shape[-1] // 3 * 2
-        return recurrent[..., :gates], recurrent[..., gates:]
-
-    def advance(self, product, recurrent, bias, projected, state):
-        """One step of two products.
-
-        See `Cell.advance` for the arguments.
-        """
-        inputs = self.rebuild(product, recurrent, bias, projected, state)
-        at_z, _, at_n = split(inputs, 3)
-        z = self.recurrent_activation(at_z)
-        return (z * state[0] + (1 - z) * self.activation(at_n),), inputs
-
-    def rebuild(self, product, recurrent, bias, projected, previous):
-        """The activations' inputs of all steps, by two products.
-
-        See `Cell.rebuild` for the arguments.
-        """
-        del bias
-        (h,) = previous
-        gate_kernel, candidate_kernel = self._kernels(recurrent)
-        x_z, x_r, x_n = split(projected, 3)
-        h_z, h_r = split(product(h, gate_kernel), 2)
-        r = self.recurrent_activation(x_r + h_r)
-        return join(x_z + h_z, x_r + h_r, x_n + product(r * h, candidate_kernel))
-
-    def coefficients(self, inputs, previous):
-        """How much of dh goes to z, n and through; of the reset state's cotangent to r and h.
-
-        See `Cell.coefficients` for the arguments.
-        """
-        at_z, at_r, at_n = split(inputs, 3)
-        z, dz = self.recurrent_activation.with_slope(at_z)
-        r, dr = self.recurrent_activation.with_slope(at_r)
-        n, dn = self.activation.with_slope(at_n)
-        (h,) = previous
-        return (h - n) * dz, h * dr, (1 - z) * dn, z, r
-
-    def retreat(self, product, recurrent, coefficients, cotangent):
-        """Two products; emits the cotangent of the activations' inputs.
-
-        See `Cell.retreat` for the arguments.
-        """
-        to_z, to_r, to_n, carry, r = coefficients
-        (dh,) = cotangent
-        gate_kernel, candidate_kernel = self._kernels(recurrent)
-        dn = dh * to_n
-        d_reset = product.back(dn, candidate_kernel)
-        dz, dr = dh * to_z, d_reset * to_r
-        before = dh * carry + d_reset * r + product.back(join(dz, dr), gate_kernel)
-        return (before,), (join(dz, dr), dn)
-
-    def gradients(self, product, emitted, inputs, previous):
-        """Two products for the recurrent kernel of all steps.
-
-        See `Cell.gradients` for the arguments.
-        """
-        (h,) = previous
-        r = self.recurrent_activation(split(inputs, 3)[1])
-        gates, dn = emitted
-        of_gates, gates_total = product.outer_and_sum(h, gates)
-        of_candidate, dn_total = product.outer_and_sum((r * h).astype(h.dtype), dn)
-        return emitted, (gates_total, dn_total), join(of_gates, of_candidate), None
 
 
 def _apart(weight, gates: int, second: int):
@@ -600,7 +428,6 @@ class SimpleRNN(OneProduct):
     gates = 1
     num_states = 1
     only_multiplied = (True,)
-    rebuilds_by_step = True
 
     @property
     def states_suffice(self) -> bool:
@@ -608,35 +435,23 @@ class SimpleRNN(OneProduct):
         return self.activation.slope is not None
 
     def after(self, inputs, state):
-        """The state after a step.
-
-        See `OneProduct.after` for the arguments.
-        """
+        """The state after a step."""
         del state
         return (self.activation(inputs),)
 
     def coefficients(self, inputs, previous):
-        """The slope of the activation; `inputs` are the states after, where they suffice.
-
-        See `Cell.coefficients` for the arguments.
-        """
+        """The slope of the activation; `inputs` are the states after, where they suffice."""
         del previous
         if self.activation.slope is not None:
             return (self.activation.slope(inputs),)
         return (self.activation.with_slope(inputs)[1],)
 
     def columns_back(self, coefficients, cotangent):
-        """The cotangent of the activation's input.
-
-        See `OneProduct.columns_back` for the arguments.
-        """
+        """The cotangent of the activation's input."""
         return cotangent[0] * coefficients[0], (0,)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps.
-
-        See `Cell.gradients` for the arguments.
-        """
+        """One product for the recurrent kernel of all steps."""
         del inputs
         d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
         return emitted, (total,), d_recurrent, None

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from keras_tpu_dist.common.axes import axis_size
 from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
 from keras_tpu_dist.recurrence.plan import LANES
-from keras_tpu_dist.recurrence.split_weights import by_columns, by_units
 from keras_tpu_dist.recurrence.unrolled import run_unrolled, run_unrolled_back
 
 
@@ -122,8 +121,8 @@ class Split:
         """Runs `function(loop, shared, own, weights)` on every part of the batch.
 
         The loop is inside a `shard_map`, so that no partitioner can put a collective into it and
-        layout constraints hold where they are written. Weights come in whole, and a split one is
-        gathered here, once; unless the loop's units are split, and with them the weights' gates.
+        layout constraints hold where they are written. Weights come in whole: a split one is
+        gathered here, once.
 
         Args:
             function: The function to run. It returns arrays like `shared`, like `own`, and a sum
@@ -132,23 +131,18 @@ class Split:
         """
         if self.mesh is None:
             return function(loop, shared, own, weights)
-        whole = dataclasses.replace(loop, units_axes=())
-        results = jax.eval_shape(functools.partial(function, whole), shared, own, weights)
+        results = jax.eval_shape(functools.partial(function, loop), shared, own, weights)
 
         def local(shared, own, weights):
-            weights = _regrouped(by_units, loop, weights)
             shared, own, summed = function(loop, shared, own, weights)
             if self.axes:
                 summed = lax.psum(summed, self.axes)
-            return shared, own, _regrouped(by_columns, loop, summed)
+            return shared, own, summed
 
         def specs(shared, own, weights):
             rows = functools.partial(_rows, axes=self.axes or None)
-            return (
-                jax.tree.map(rows, shared),
-                jax.tree.map(functools.partial(rows, last=loop.units_axes or None), own),
-                jax.tree.map(functools.partial(_columns, axes=loop.units_axes), weights),
-            )
+            everywhere = jax.tree.map(lambda _: PartitionSpec(), weights)
+            return jax.tree.map(rows, shared), jax.tree.map(rows, own), everywhere
 
         return jax.shard_map(
             local,
@@ -159,20 +153,9 @@ class Split:
         )(shared, own, weights)
 
 
-def _rows(array, axes, last=None) -> PartitionSpec:
+def _rows(array, axes) -> PartitionSpec:
     """The batch is the second to last axis of every array that has one."""
-    return PartitionSpec(*[None] * (len(array.shape) - 2), axes, last)
-
-
-def _columns(weight, axes) -> PartitionSpec:
-    return PartitionSpec(*[None] * (len(weight.shape) - 1), axes) if axes else PartitionSpec()
-
-
-def _regrouped(regroup, loop: Loop, weights):
-    """Weights with their columns exchanged between devices, if every gate is split over devices."""
-    if not loop.units_axes:
-        return weights
-    return jax.tree.map(lambda w: regroup(w, loop.cell.gates, loop.units_axes), weights)
+    return PartitionSpec(*[None] * (len(array.shape) - 2), axes, None)
 
 
 def _forwards(save: bool, loop: Loop, shared, state, weights):
@@ -193,8 +176,6 @@ def _backwards(loop: Loop, shared, own, weights):
     if loop.segment is not None:
         back = run_segments_back
     d_x, d_weights, d_first = back(loop, x, weights, saved, mask, d_hs, d_last)
-    if loop.units_axes:
-        d_x = lax.psum(d_x, loop.units_axes)
     d_first = tuple(d.astype(last.dtype) for d, last in zip(d_first, d_last))
     return d_x.astype(x.dtype), d_first, d_weights
 

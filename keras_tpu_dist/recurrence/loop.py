@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from keras_tpu_dist.common.errors import value_error
-from keras_tpu_dist.recurrence.cells import Array, Cell, Exchange, Product, State, join
+from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State, join
 from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 
 
@@ -53,7 +53,6 @@ class Loop:
             all. Only the states between segments are kept; the backward pass recomputes the rest.
         unroll: Steps per iteration of the compiled loop.
         kernel: The kernel for the loop on TPU, or None for a compiled loop.
-        units_axes: Mesh axes over which the units are split, so that every step exchanges states.
         unrolled: Whether there is no loop, and every step has separate arrays. In this case
             `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
         pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
@@ -71,7 +70,6 @@ class Loop:
     unroll: int = 1
     pin_layout: bool = False
     kernel: Kernel | None = None
-    units_axes: tuple[str, ...] = ()
     unrolled: bool = False
 
     def __post_init__(self):
@@ -98,13 +96,6 @@ class Loop:
         """
         cheap = self.cell.states_suffice or self.segment is not None
         return self.kernel is None and cheap
-
-    @property
-    def between(self) -> Product:
-        """Products with the recurrent kernel; those with the input's kernel are `product`."""
-        if not self.units_axes:
-            return self.product
-        return Exchange(self.product.dtype, self.product.sum_by_product, axes=self.units_axes)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -272,7 +263,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
     Returns:
         The states `h` after every step or None, the final states, and `SavedStates` or None.
     """
-    cell, product = loop.cell, loop.between
+    cell, product = loop.cell, loop.product
     weights = ready(loop, weights)
     hoist = loop.hoist or loop.directions == 2
     mask = mask_for(loop, mask)
@@ -356,7 +347,7 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
     """Rebuilds the activations' inputs, of all steps or of one."""
     projected = project(loop, x, weights)
     return loop.cell.rebuild(
-        loop.between, weights.recurrent, weights.recurrent_bias, projected, previous
+        loop.product, weights.recurrent, weights.recurrent_bias, projected, previous
     )
 
 
@@ -380,7 +371,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     if not loop.kernel:
         previous = tuple(_shift(loop, s, first) for s, first in zip(previous, saved.first))
     # Step by step only in a kernel, which has the weights available in every step.
-    can = loop.kernel is not None and cell.rebuilds_by_step and loop.directions == 1
+    can = loop.kernel is not None and loop.directions == 1
     rebuild = can and saved.inputs is None
     at = None if rebuild else loop.pin(_inputs(loop, x_read, own, saved, previous))
     needed = tuple(
@@ -401,7 +392,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
         reverse=not loop.reverse,
     )
     parts, totals, d_recurrent, d_recurrent_bias = cell.gradients(
-        loop.between, loop.pin(emitted), at, previous
+        loop.product, loop.pin(emitted), at, previous
     )
     d_x, d_kernel, d_bias = project_back(loop, x_read, own, parts, totals)
     if weights.recurrent_bias is None:
@@ -420,7 +411,7 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
         coefficients = cell.coefficients(_rebuilt(loop, x_now, weights, before), before)
     else:
         coefficients = cell.coefficients(*local)
-    back = functools.partial(cell.retreat, loop.between, weights.recurrent, coefficients)
+    back = functools.partial(cell.retreat, loop.product, weights.recurrent, coefficients)
     return step_back(back, emit, d_after, d_h, mask_now)
 
 

@@ -60,13 +60,13 @@ def _together(loop: Loop, weights: Weights) -> bool:
     the input.
     """
     both = weights.kernel.shape[-2] + weights.recurrent.shape[-2]
-    return loop.cell.joins and not loop.units_axes and both <= MATRIX_ROWS
+    return both <= MATRIX_ROWS
 
 
 def _advance(loop: Loop, own: Weights):
     def advance(x_now, state):
         projected = project(loop, x_now, own)
-        return loop.cell.advance(loop.between, own.recurrent, own.recurrent_bias, projected, state)
+        return loop.cell.advance(loop.product, own.recurrent, own.recurrent_bias, projected, state)
 
     return advance
 
@@ -144,11 +144,11 @@ def _back(loop: Loop, own: Weights, weights: Weights):
     """The same for one step, by the cell's rules for all of time."""
 
     def retreat(coefficients, cotangent):
-        return loop.cell.retreat(loop.between, own.recurrent, coefficients, cotangent)
+        return loop.cell.retreat(loop.product, own.recurrent, coefficients, cotangent)
 
     def of_step(x_now, before, at, emitted):
         emitted, at, before = jax.tree.map(lambda a: a[None], (emitted, at, before))
-        parts, totals, d_recurrent, d_inner = loop.cell.gradients(loop.between, emitted, at, before)
+        parts, totals, d_recurrent, d_inner = loop.cell.gradients(loop.product, emitted, at, before)
         x_now = loop.product.weight(x_now)[None]
         d_x, d_kernel, d_bias = project_back(loop, x_now, own, parts, totals)
         if weights.recurrent_bias is None:

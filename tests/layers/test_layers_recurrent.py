@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from recurrent import close, mask_for, plain, without_loops
 
 from keras_tpu_dist import layers as fast
@@ -118,8 +116,6 @@ def test_equals_keras_over_the_grid():
     cases = []
     for number, row in enumerate(pairwise(COLUMNS, seed=0)):
         name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
-        if name == "GRU":
-            row["reset_after"] = number % 2 == 0
         stock, ours = pair(name, steps, **row)
         cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
     assert len(cases) >= 20
@@ -129,16 +125,13 @@ def test_equals_keras_over_the_grid():
 @pytest.mark.slow
 def test_without_a_loop_equals_keras(monkeypatch):
     without_loops(monkeypatch)
-    columns = COLUMNS | {"unroll": [False, True], "name": [*NAMES, "GRU, reset before"]}
+    columns = COLUMNS | {"unroll": [False, True]}
     cases = []
     for number, row in enumerate(pairwise(columns, seed=2)):
         name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
-        kind = name.split(",")[0]
-        if kind == "GRU":
-            row["reset_after"] = kind == name
-        stock, ours = pair(kind, steps, **row)
+        stock, ours = pair(name, steps, **row)
         assert "no loop" in str(ours.variant((BATCH, steps, FEATURES)))
-        cases.append((stock, ours, *arrays(kind, steps, mask, initial, seed=number)))
+        cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
     compare(cases)
 
 
@@ -153,7 +146,7 @@ def test_without_a_loop_dropout_draws_what_keras_draws(config, monkeypatch):
 @pytest.mark.slow
 def test_the_script_for_the_whole_grid_runs_and_notices():
     (group,) = (g for g in grid.groups(["GRU"], [2]) if list(g.values())[2:] == [True] * 6)
-    assert len(grid.groups(grid.GROUPS["name"], grid.GROUPS["steps"])) == 1024
+    assert len(grid.groups(grid.GROUPS["name"], grid.GROUPS["steps"])) == 768
     assert grid.run(group, None) == 15
     with pytest.raises(AssertionError, match="Not equal to tolerance") as caught:
         grid.run(group, None, tolerance=-1)
@@ -174,34 +167,6 @@ def test_segment_is_kept_in_the_config():
     layer = fast.LSTM(UNITS, segment="auto")
     assert fast.LSTM.from_config(layer.get_config()).segment == "auto"
     assert "segment" not in fast.LSTM(UNITS).get_config()
-
-
-def _drawn_layers():
-    """One layer and its call, any options together; long sequences without `unroll=True`."""
-    options = {name: st.sampled_from(values) for name, values in COLUMNS.items()}
-    options["segment"] = st.sampled_from([None, None, "auto", 1])
-    options["reset_after"] = st.booleans()
-    options["activation"] = st.sampled_from(["tanh", "relu", "softsign"])
-    options["steps"] = st.sampled_from([1, 3, 8, 64])
-    return st.fixed_dictionaries(options)
-
-
-@pytest.mark.slow
-@settings(max_examples=2, deadline=None, derandomize=True)
-@given(st.lists(_drawn_layers(), min_size=5, max_size=5))
-def test_any_options_equal_keras(rows):
-    rows = [dict(rows[0], steps=64, unroll=False, name="LSTM"), *rows]
-    cases = []
-    for number, row in enumerate(rows):
-        name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
-        reset_after = row.pop("reset_after")
-        if name == "GRU":
-            row["reset_after"] = reset_after
-        if steps == 64 and row["unroll"] is True:  # a program of 64 steps takes long to compile
-            row["unroll"] = 8
-        stock, ours = pair(name, steps, **row)
-        cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
-    compare(cases)
 
 
 @pytest.mark.parametrize(("name", "loop"), [*((name, True) for name in NAMES), ("GRU", False)])

@@ -2,9 +2,7 @@
 
 import functools
 import json
-import math
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -135,94 +133,18 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
     assert not ktd.TPUStrategy().explain(small("LSTM", fast)).layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "GRU before", "SimpleRNN", "LSTM no loop"])
-def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
-    if kind.endswith("no loop"):
-        without_loops(monkeypatch)
+def test_more_than_fits_takes_the_path_of_keras(monkeypatch, caplog):
     monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
-    config = {"reset_after": False} if kind == "GRU before" else {}
-    kind = kind.split()[0]
-    reference = small(kind, keras.layers, **config)
-    strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
-    with strategy.scope():
-        model = small(kind, fast, **config)
-    choice = strategy.explain(model).layers[0].choice
-    assert "more than the 0 MiB to gather: every gate's units are split over 'model'" in choice
-    for rows in (16, 13):
-        x, y = data(rows)
-        assert model.train_on_batch(x, y) == pytest.approx(reference.train_on_batch(x, y), rel=1e-5)
-    close([w.value for w in model.weights], [w.value for w in reference.weights])
-    close(model.predict(x, verbose=0), reference.predict(x, verbose=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_no_device_ever_has_the_whole_of_larger_weights(kind, monkeypatch):
-    monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
-    strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
-    with strategy.scope():
-        layer = getattr(fast, kind)(64)
-        layer.build((16, STEPS, 32))
-    text = train_step(layer, (16, STEPS, 32), strategy).compile().as_text()
-    assert collectives(text)[1] == 2  # states forwards, their cotangents backwards
-    # The largest that any instruction makes: states of all steps, or a device's part of a weight.
-    sizes = [
-        math.prod(map(int, dims.split(",")))
-        for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
-    ]
-    assert sizes
-    assert max(sizes) <= STEPS * 8 * 64
-    whole = math.prod(layer.cell.recurrent_kernel.shape)
-    assert f"f32[{','.join(map(str, layer.cell.recurrent_kernel.shape))}]" not in text
-    assert whole > STEPS * 8 * 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gates", [1, 3, 4])
-@pytest.mark.parametrize("ways", [1, 2, 3, 4, 8])
-def test_columns_become_units_and_units_columns(gates, ways):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ways]), ("model",))
-    units = 2 * ways
-    columns = jnp.arange(3 * gates * units).reshape(3, -1)
-    spec = PartitionSpec(None, "model")
-
-    def both(weight):
-        mine = split_weights.by_units(weight, gates, ("model",))
-        return mine, split_weights.by_columns(mine, gates, ("model",))
-
-    mapped = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    split, again = jax.jit(mapped)(columns)
-    np.testing.assert_array_equal(again, columns)
-    apart = columns.reshape(3, gates, ways, -1).swapaxes(1, 2)
-    np.testing.assert_array_equal(split, apart.reshape(3, -1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows_of_recurrent", [True, False])
-def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(
-    rows_of_recurrent, monkeypatch, caplog
-):
-    monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
-    rules = [(".*_cell/kernel", (None, "model"))]
-    if rows_of_recurrent:
-        rules.append((".*/recurrent_kernel", ("model", None)))
-    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, rules)
+    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, SPLIT)
     with strategy.scope():
         model = small("LSTM", fast)
-    assert (
-        "columns are not split over axes of their own" in strategy.explain(model).layers[0].choice
-    )
+    choice = strategy.explain(model).layers[0].choice
+    assert "more than the 0 MiB to gather: the loop is Keras's" in choice
     reference = small("LSTM", keras.layers)
     x, y = data(16)
     assert model.train_on_batch(x, y) == pytest.approx(reference.train_on_batch(x, y), rel=1e-5)
     close([w.value for w in model.weights], [w.value for w in reference.weights])
     assert caplog.text.count("the loop is Keras's") == 2  # once for each layer
-    mesh = {"model": 4, "data": 2}
-    odd = recurrence.gathering(10**10, units=6, axes=("model",), mesh=mesh, data_axes=("data",))
-    assert "6 units are not divisible by 4" in str(odd)
-    rows = recurrence.gathering(10**10, units=6, axes=("data",), mesh=mesh, data_axes=("data",))
-    assert not rows.units_axes
 
 
 def test_the_place_is_read_from_any_distribution():

@@ -123,18 +123,6 @@ def test_giants_left_whole(monkeypatch):
         assert not codes & {"giant", "plan-falls-back"}, layout
 
 
-def test_siblings_laid_out_differently():
-    def build():
-        layers = [keras.layers.Dense(8, name=f"block_{i}") for i in range(4)]
-        return keras.Sequential([keras.Input((8,)), *layers])
-
-    model, strategy = outside([(r"block_[0-2]/kernel", (None, "model"))], build)
-    found = finding(strategy.lint(model), "siblings")
-    assert found.path.endswith("block_3/kernel")
-    assert "Its layout is replicated, but that of 3 other Dense kernel" in found.words
-    assert "(None, 'model')" in found.words
-
-
 def test_mesh_axis_that_nothing_uses():
     model, strategy = outside(None)
     found = finding(strategy.lint(model), "unused-axis")
@@ -146,13 +134,6 @@ def test_an_axis_that_is_named_almost_as_usual():
     mesh = {"data": 2, "modle": 4}
     model, strategy = outside(None, mesh=mesh)
     assert finding(strategy.lint(model), "unused-axis").fix.startswith("Did you mean 'model'?")
-    model, strategy = outside("tensor_parallel", mesh=mesh)
-    found = finding(strategy.lint(model), "axis-name")
-    assert (found.severity, found.path) == ("info", "modle")
-    assert "Did you mean 'model'?" in found.words
-    for usual in ({"data": 2, "model": 4}, {"data": 2, "model_1": 4}, {"data": 2, "tensor": 4}):
-        model, strategy = outside("tensor_parallel", mesh=usual)
-        assert not [f for f in strategy.lint(model).findings if f.code == "axis-name"], usual
 
 
 def test_an_axis_that_splits_an_output_is_used():
@@ -195,14 +176,6 @@ def test_batch_against_the_data_axes():
     assert "16 or 24" in uneven.fix
     for rows in (32, 100):
         assert not [f for f in strategy.lint(model, batch_size=rows).findings if "batch" in f.code]
-
-
-def test_fewer_key_value_heads_than_model_devices():
-    x = keras.Input((4, 16))
-    layer = keras.layers.GroupQueryAttention(4, 4, 2)
-    model = keras.Model(x, layer(x, x))
-    found = finding(strategy_of("tensor_parallel", {"data": 2, "model": 4}).lint(model), "kv-heads")
-    assert "2 key-value heads are not divisible by 4" in found.words
 
 
 def test_built_outside_the_scope():
@@ -274,22 +247,3 @@ def test_shell_command(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
     assert "must return a model, or (model, strategy)" in capsys.readouterr().err
-
-
-def test_what_is_not_paired_is_named_with_its_bytes():
-    def build():
-        dense = [keras.layers.Dense(512, name=f"head_{i}") for i in range(2)]
-        x = keras.Input((4, 256))
-        y = keras.layers.LayerNormalization()(x)
-        return keras.Model(x, [each(y) for each in dense])
-
-    model, strategy = outside("tensor_parallel", build)
-    by_row = finding(strategy.lint(model), "unpaired")
-    assert by_row.severity == "info"
-    assert "No kernel follows it: its features stay split" in by_row.words
-    assert (
-        "This holds for 2 weights like it. Each device sends 8.0 KiB a step per row of its batch"
-        in by_row.words
-    )
-    found = finding(strategy.lint(model, batch_size=30), "unpaired")
-    assert "Each device sends 64.0 KiB a step." in found.words

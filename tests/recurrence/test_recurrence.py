@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from recurrent import close, mask_for, plain
 
 from keras_tpu_dist import recurrence as rec
@@ -14,7 +12,6 @@ CELLS = {
     "lstm": rec.LSTM(),
     "lstm_wide": rec.LSTM(wide=True),
     "gru": rec.GRU(),
-    "gru_before": rec.GRUResetBefore(),
     "simple": rec.SimpleRNN(),
 }
 BATCH, FEATURES, UNITS = 3, 4, 5
@@ -143,24 +140,6 @@ def test_long_sequences_and_segments_found_by_themselves():
         *(1, 3, 8, 10, 64)
     ]
     check([case(rec.LSTM(), steps=64, mask="padded", segment=rec.check_segment("auto", 64))])
-
-
-@pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from(sorted(CELLS)),
-    steps=st.integers(1, 9),
-    batch=st.integers(1, 5),
-    segment=st.none() | st.integers(1, 9),
-    unroll=st.integers(1, 9),
-    mask=st.sampled_from(MASKS),
-    flags=st.tuples(*[st.booleans()] * 4),
-)
-def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
-    keep, reverse, sequences, unrolled = flags
-    loop = {"keep": keep, "unroll": unroll}
-    loop |= {"segment": segment and min(segment, steps), "reverse": reverse, "unrolled": unrolled}
-    check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
 
 
 @pytest.mark.slow

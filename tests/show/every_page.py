@@ -136,7 +136,7 @@ def fragments():
     yield "diff", ktd.diff(long_names(made_run()), made_run("v5e:16x16"))
     findings = (
         Finding("warning", "no-data-axis", LONG, SENTENCE, SENTENCE),
-        Finding("info", "unpaired", SOLID, SENTENCE, ""),
+        Finding("info", "uneven-batch", SOLID, SENTENCE, ""),
     )
     yield "lint", LintReport(LONG, findings)
     yield "lint of nothing", LintReport("model", ())

@@ -235,7 +235,7 @@ def lower(
             steps=steps,
             ready_bytes=ahead,
             seconds=time.perf_counter() - started,
-            findings=_findings(strategy, model, rows),
+            findings=strategy.lint(model, batch_size=rows).findings,
             model_flops=_flops(model, batch, mode, notes),
             notes=tuple(notes),
             tokens_loop=loop,
@@ -429,12 +429,6 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
         _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
     with strategy.runner.call(member):
         yield
-
-
-def _findings(strategy: Strategy, model: keras.Model, batch_size: int | None) -> tuple:
-    """What lint says, but for transfers, which a dry run counts itself."""
-    found = strategy.lint(model, batch_size=batch_size).findings
-    return tuple(finding for finding in found if finding.code != "unpaired")
 
 
 def _state(model: keras.Model, kind: str) -> tuple[list, ...]:

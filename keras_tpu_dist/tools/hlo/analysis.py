@@ -1,26 +1,16 @@
 """A compiled program's cost per step, loops included, by Keras layer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.hlo import collectives, cost, kernels, silent, traffic
 from keras_tpu_dist.tools.hlo.collectives import Collective
 from keras_tpu_dist.tools.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.tools.hlo.loops import Execution, executions
-from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, Shape, check, parse
+from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, Shape, parse
 from keras_tpu_dist.tools.hlo.wire import Wire
 
-# Errors from reading a text that is not a program, or not in a compiler's form.
-_OF_ANOTHER_FORM = (
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 # Instructions that only name another instruction's buffer.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 
@@ -169,7 +159,7 @@ def analyze(
     >>> hlo.analyze(compiled.as_text()).flops == 2 * 64**3
     True
     """
-    cost_of = _analyzed(text, lambda program: _cost(program, wire, layer_names))
+    cost_of = _cost(parse(text), wire, layer_names)
     return cost_of if steps == 1 else _of_a_step(cost_of, steps)
 
 
@@ -228,35 +218,19 @@ def analyze_loop(
     Returns:
         A `LoopCost`, or `None` for a program without such a loop.
     """
-
-    def split(program: Program) -> LoopCost | None:
-        runs = executions(program).executions
-        loops = {run.loop.name: run.loop for run in runs if run.loop is not None}
-        if not loops:
-            return None
-        loop = max(loops.values(), key=lambda each: sum(s.bytes for s in each.shapes))
-        inside = [run for run in runs if run.loop is loop]
-        outside = [run for run in runs if run.loop is not loop]
-        return LoopCost(
-            _cost(program, wire, layer_names, outside),
-            _cost(program, wire, layer_names, inside),
-            loop.shapes,
-        )
-
-    return _analyzed(text, split)
-
-
-def _analyzed(text: str, read: Callable[[Program], Any]) -> Any:
     program = parse(text)
-    try:
-        check(program)
-        return read(program)
-    except _OF_ANOTHER_FORM as error:
-        raise value_error(
-            "The text must be a compiled program, from compiled.as_text().",
-            received=f"one that cannot be read ({type(error).__name__}: {error}).",
-            fix="Pass the whole text, unchanged; if that fails, report it.",
-        ) from error
+    runs = executions(program).executions
+    loops = {run.loop.name: run.loop for run in runs if run.loop is not None}
+    if not loops:
+        return None
+    loop = max(loops.values(), key=lambda each: sum(s.bytes for s in each.shapes))
+    inside = [run for run in runs if run.loop is loop]
+    outside = [run for run in runs if run.loop is not loop]
+    return LoopCost(
+        _cost(program, wire, layer_names, outside),
+        _cost(program, wire, layer_names, inside),
+        loop.shapes,
+    )
 
 
 def _cost(

@@ -20,7 +20,6 @@ KINDS = (
 )
 # The last two pass a computation to a SparseCore: until libtpu 0.0.50, and from 0.0.52 on.
 _ASYNCHRONOUS = ("async-start", "call-start", "custom-call-start")
-_MOST_DEVICES = 2**20
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -133,7 +132,7 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 def _iota(text: str) -> np.ndarray:
     """The device ids of `"[4,2]T(1,0)"`: ids in order in that shape, transposed."""
     shape, *order = map(_numbers, re.findall(r"[\[(]([\d,]+)", text))
-    ids = np.arange(_checked(math.prod(shape))).reshape(shape)
+    ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(order[0]) if order else ids
 
 
@@ -144,7 +143,7 @@ def _numbers(text: str) -> list[int]:
 def _mesh_groups(text: str) -> Groups:
     mesh, _, used = text.partition("]")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    ids = np.arange(_checked(math.prod(sizes.values())))
+    ids = np.arange(math.prod(sizes.values()))
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
         ids = np.array(_numbers(order[1]))
     elif order := re.search(r"device_ids=\((\[.*?\](?:T\([\d,]+\))?)\)", text):
@@ -171,12 +170,6 @@ def _mesh_groups(text: str) -> Groups:
     kept = [i for i in range(len(split)) if i not in grouped]
     ids = ids.reshape(split).transpose([*kept, *grouped])
     return _as_groups(ids.reshape(-1, math.prod(split[i] for i in grouped)))
-
-
-def _checked(devices: int) -> int:
-    if devices > _MOST_DEVICES:
-        raise ValueError(f"groups of {devices} devices")
-    return devices
 
 
 def _as_groups(ids: np.ndarray) -> Groups:

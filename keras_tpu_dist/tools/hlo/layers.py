@@ -26,8 +26,6 @@ _STRUCTURE = {
 }
 _BRANCH = re.compile(rf"branch_\d+_fun|{LAST_OF.format('[0-9]+')}")
 OTHER = "(other)"
-# A stack of 100 scopes has 2,000 characters.
-_LONGEST = 2**13
 
 
 def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
@@ -45,7 +43,7 @@ def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
     >>> names("transpose(jvp(block))/jvp(block)/checkpoint/rematted_computation/dense/dot_general")
     ('block', 'dense')
     """
-    stack = _AGAIN.sub(r"\1", op_name.partition(";")[0][:_LONGEST])
+    stack = _AGAIN.sub(r"\1", op_name.partition(";")[0])
     stack = stack.replace("transpose(", "(")
     while True:
         inner = _WRAPPED.sub(r"\1", stack)

@@ -4,6 +4,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.common.errors import value_error
@@ -12,7 +13,6 @@ from keras_tpu_dist.show.page import file_of
 from keras_tpu_dist.tools.goodput.report import goodput_of
 from keras_tpu_dist.tools.launcher.launch import launch
 from keras_tpu_dist.tools.launcher.restart import Restarts
-from keras_tpu_dist.tools.shell.script import check_script
 
 Answered = tuple[Any, int]
 
@@ -59,9 +59,24 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
     return processes, devices
 
 
+def _check_file(script: str) -> None:
+    """Raises an error if Python cannot run a file, before processes start that would all fail."""
+    path = Path(script)
+    if path.is_file() or (path / "__main__.py").is_file():
+        return
+    raise value_error(
+        "launch needs a Python file, or a folder with a __main__.py.",
+        received={"script": script},
+        fix="Check the path.",
+        name=script,
+        choices=map(str, path.parent.glob("*.py")),
+    )
+
+
 def _launch(options: Namespace) -> Answered:
     processes, devices = _numbers(options)
-    check_script(options.script, options.module)
+    if not options.module:
+        _check_file(options.script)
     for name in ("backoff", "longest_backoff"):
         if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
             raise value_error(
