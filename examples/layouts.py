@@ -1,7 +1,7 @@
 """A plan splits a model: explain it, lint it, edit it and draw it.
 
 Run it with `python examples/layouts.py [FOLDER]`; with a folder, it saves the
-pictures there (needs matplotlib).
+pictures there.
 """
 
 import sys
@@ -53,4 +53,4 @@ pictures = {
 for name, picture in pictures.items():
     print(picture)
     if len(sys.argv) > 1:
-        picture.save(f"{sys.argv[1]}/{name}.png")
+        picture.save(f"{sys.argv[1]}/{name}.svg")

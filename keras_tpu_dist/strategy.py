@@ -394,7 +394,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
 
         Returns:
             A picture. Notebooks draw it. In a terminal, `print` it or `rich.print` it. To save it,
-            call `picture.save("x.png")` (needs matplotlib) or `picture.save("x.svg")`.
+            call `picture.save("x.svg")`.
 
         Raises:
             ValueError: If `what` is none of these.

@@ -10,8 +10,8 @@ FURTHER_AXES = "#7f95ab"
 NONE = "#999999"
 # From the lower end of a range to its upper end.
 FAINT = "rgba(153,153,153,.45)"
-# Empty parts: visible on white and on black; and in matplotlib figures.
-EMPTY, EMPTY_FIGURE = "rgba(128,128,128,.22)", "#e3e3e3"
+# Empty parts: visible on white and on black.
+EMPTY = "rgba(128,128,128,.22)"
 # The contents of a device's memory.
 MEMORY = {
     "weights": "#5b5bd6",

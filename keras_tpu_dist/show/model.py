@@ -250,30 +250,6 @@ class ModelPicture(Picture):
             x += wide
         return parts
 
-    def figure(self, kind: Any) -> Any:
-        """See `Picture`."""
-        boxes = self.boxes()
-        figure = kind(figsize=(8, 0.5 * len(boxes) + 1.4), layout="constrained")
-        axes = figure.add_subplot()
-        for n, box in enumerate(boxes):
-            left = 0
-            for row in box.rows:
-                colour = self._colours(row)[0]
-                axes.barh(n, row.bytes, left=left, color=colour, edgecolor="white", linewidth=0.5)
-                left += row.bytes
-        axes.set_yticks(range(len(boxes)), [box.title for box in boxes], fontsize=6)
-        axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(lambda size, _: size_text(size))
-        axes.tick_params(axis="x", labelsize=6)
-        largest = max((box.bytes for box in boxes), default=1)
-        step = 2 ** max(0, math.ceil(math.log2(max(largest, 1) / 6)))
-        axes.set_xticks(range(0, largest + step, step))
-        for colour, words in self.legend_entries():
-            axes.fill([], [], color=colour, label=words)
-        axes.legend(fontsize=6, loc="best")
-        axes.set_title("\n".join(self._head(110)), fontsize=8)
-        return figure
-
 
 def _layers(rows: Sequence[Any], above: str) -> list[Box]:
     """A box for every layer below a path, and one for the weights directly below it."""

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_tpu_dist.common.axes import Axes, entry_names, layout_text, names_in
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.show.colours import (
     EMPTY,
-    EMPTY_FIGURE,
     NONE,
     ON_COLOUR,
     axis_colour,
@@ -79,7 +77,7 @@ def device_label(device_id: int, process: int, coords) -> str:
 
 
 class Picture(Shown):
-    """The base class of pictures, as text, HTML, SVG and matplotlib figures."""
+    """The base class of pictures, as text, HTML and SVG."""
 
     def __str__(self) -> str:
         return as_plain_text(self)
@@ -91,41 +89,16 @@ class Picture(Shown):
         """The picture as SVG."""
         raise NotImplementedError
 
-    def figure(self, kind: Any) -> Any:
-        """The picture as a figure of matplotlib."""
-        raise NotImplementedError
-
     def save(self, path: str) -> None:
-        """Writes the picture to a file: an SVG, or a PNG (which needs matplotlib).
-
-        Args:
-            path: The file to write. If it does not end with `.svg`, matplotlib writes it.
-
-        Raises:
-            ImportError: If it is not an `.svg` and matplotlib is not installed.
-        """
+        """Writes the picture to an `.svg` file."""
         file = file_of(path)
-        if file.suffix.lower() == ".svg":
-            delivered(self.svg(), file)
-            return
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                message(
-                    "Pictures other than .svg need matplotlib, which is not installed.",
-                    received={"path": str(path)},
-                    fix="Install it with pip install matplotlib, or save an .svg.",
-                )
-            ) from error
-        try:
-            self.figure(Figure).savefig(file, dpi=150, bbox_inches="tight")
-        except ValueError as error:
+        if file.suffix.lower() != ".svg":
             raise value_error(
-                "The file's ending must be a format that matplotlib knows.",
-                received=f"path={os.fspath(path)!r}: {error}.",
-                fix="Use the ending .png or .svg.",
-            ) from error
+                "A picture is written as an .svg file.",
+                received={"path": str(path)},
+                fix="Give the file this ending; browsers and drawing programs convert it.",
+            )
+        delivered(self.svg(), file)
 
 
 @dataclass(frozen=True)
@@ -264,17 +237,6 @@ class TensorPicture(Picture):
         width = max(across * panel_w, 320, room)
         return svg_document(width, height + below[0], [*parts, *below[1]])
 
-    def figure(self, kind: Any) -> Any:
-        """See `Picture`."""
-        colours = self._colours()
-
-        def label(piece: Piece) -> str:
-            return f"{self._index(piece)}\ndevice {devices_text(piece)}"
-
-        title = "\n".join([self._title(), *self._left_out()])
-        panels = self.panels()[:PANELS_SHOWN]
-        return _grids(kind, panels, title, label, lambda piece: colours[piece])
-
 
 @dataclass(frozen=True, repr=False)
 class MeshPicture(Picture):
@@ -358,11 +320,6 @@ class MeshPicture(Picture):
         below = svg_below(height, further, self._left_out())
         width = max(margin + columns * cell_w + 8, 320, _room_below(further, self._left_out()))
         return svg_document(width, height + below[0], [*parts, *below[1]])
-
-    def figure(self, kind: Any) -> Any:
-        """See `Picture`."""
-        title = "\n".join([self._title(), *self._left_out()])
-        return _grids(kind, self.panels()[:PANELS_SHOWN], title, str, lambda _: EMPTY_FIGURE)
 
 
 def _cell_width(least: int, letters: int) -> int:
@@ -450,28 +407,6 @@ def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) 
     text = layout_text(axes, len(shape))
     mesh = dict(sharding.mesh.shape)
     return TensorPicture(name, shape, text, pieces, rows, columns, axes, mesh)
-
-
-def _grids(figure_type, panels, title, label, colour):
-    across = min(len(panels), 4)
-    down = -(-len(panels) // across)
-    rows = max(len(grid) for _, grid in panels)
-    columns = max(len(grid[0]) for _, grid in panels)
-    size = (across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.7) + 0.4)
-    figure = figure_type(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    for n, (caption, grid) in enumerate(panels):
-        axes = figure.add_subplot(down, across, n + 1)
-        axes.set_title(caption, fontsize=8)
-        axes.set_xlim(0, columns)
-        axes.set_ylim(rows, 0)
-        axes.axis("off")
-        for r, line in enumerate(grid):
-            for c, cell in enumerate(line):
-                box = {"facecolor": colour(cell), "edgecolor": "white"}
-                axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
-                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
-    return figure
 
 
 def _coords(device) -> tuple[int, ...] | None:

@@ -81,8 +81,6 @@ def test_panels_that_are_not_drawn_are_told_of():
     words = "6 of 70 panels are not drawn: data=64 to data=69"
     assert words in picture.svg()
     assert words in str(picture)
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    assert words in picture.figure(figure).get_suptitle()
     mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("data", "model"))
     assert "not drawn" not in picture_of_mesh(mesh).svg()
 

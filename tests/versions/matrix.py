@@ -246,7 +246,7 @@ def environment(python, packages, folder):
             [str(found[-1] if found else f"python{python}"), "-m", "venv", made], check=True
         )
         pip = [str(made / "bin" / "pip"), "install", "-q", "--upgrade"]
-        subprocess.run([*pip, *packages, "keras>=3.15,<3.17", "scipy", "rich"], check=True)
+        subprocess.run([*pip, *packages, "keras>=3.15,<3.17", "rich"], check=True)
         (made / "ready").touch()
     return made / "bin" / "python"
 

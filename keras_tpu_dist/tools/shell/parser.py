@@ -207,7 +207,7 @@ def _show(parser: Parser) -> None:
     )
     _here(parser)
     _strategy(parser)
-    parser.add_argument("--save", metavar="FILE", help="write .svg, or .png (needs matplotlib)")
+    parser.add_argument("--save", metavar="FILE", help="write the picture as .svg")
     _json(parser)
 
 
