@@ -31,11 +31,15 @@ class _CallScope(keras.StatelessScope):
         # Within a layer with mixed precision, Keras would round the values that the scope gets.
         with AutocastScope(None):
             super().__init__(given, collect_losses=True, initialize_variables=False)
+        # The scope outside, which has the values of variables that this one was not given.
         self._around = stateless_scope()
+        # What this call did.
         self.read: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
-        # The sum of all additions to variables that replicas add to.
+        # The sum of all additions to variables that replicas add to, apart from their values, so
+        # that the additions of several calls add up and do not overwrite one another.
         self.added: dict[int, Any] = {}
+        # What those variables had before the first addition.
         self._before: dict[int, Any] = {}
         # Whether reads are of this replica's own values, which are not combined yet.
         self._own = False

@@ -40,12 +40,12 @@ class Name:
         except (ImportError, AttributeError):
             return fault_of(self)
         # An attribute of instances is not on their class, but a method of the class uses its name.
-        found = hasattr(holder, self.name) or self.name in _said_in(holder)
+        found = hasattr(holder, self.name) or self.name in _names_used_by(holder)
         return None if found else fault_of(self)
 
 
 @functools.cache
-def _said_in(holder: Any) -> frozenset[str]:
+def _names_used_by(holder: Any) -> frozenset[str]:
     """The names that a function or the methods of a class use, and those of its fields."""
     if not isinstance(holder, type):
         return frozenset(name for code in _codes(holder) for name in _used(code))

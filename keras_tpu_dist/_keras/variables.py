@@ -200,6 +200,7 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
 
     All reads in the scope get the same value, so their gradients are added before they leave it.
     """
+    # Up to the scope that holds the value: it is replaced, and marked, where all reads find it.
     scope, key = global_state.get_global_attribute("stateless_scope"), id(variable)
     while scope is not None and key not in scope.state_mapping:
         scope = getattr(scope, "_around", None)

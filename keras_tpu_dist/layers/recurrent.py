@@ -57,7 +57,7 @@ class FastRecurrence:
 
     # Class attributes, so that `convert` can turn one of Keras's layers into one of ours.
     segment = None
-    _said = ()
+    _warned = ()
 
     def __init__(self, *args, segment=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -239,8 +239,8 @@ class FastRecurrence:
         return gathering(sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights))
 
     def _stock_loop(self, reason, sequences, initial_state, mask, training):
-        if reason not in self._said:
-            self._said = (*self._said, reason)
+        if reason not in self._warned:
+            self._warned = (*self._warned, reason)
             logger.warning("%s takes Keras's path: %s", self.name, reason)
         unroll = self.unroll
         # Keras reads any true value as "all steps".

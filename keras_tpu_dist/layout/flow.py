@@ -129,6 +129,10 @@ class Flow:
     def cuts(self, ways: int) -> list[Cut]:
         """The cuts into a number of parts that need no communication between their kernels.
 
+        Nodes that must be split alike are one class (union-find), named by its root. A class can be
+        cut if its length in features is a multiple of the number of parts; it is spoiled if an
+        operation needs a dimension of it whole, or mixes its parts.
+
         Returns:
             The cuts; those that save the most bytes come first.
         """

@@ -167,11 +167,11 @@ def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
 
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:
-    found = _first_that_speaks(variable, given, notes, setting, plan)
+    found = _by_precedence(variable, given, notes, setting, plan)
     return replace(found, axes=spell_out(found.axes, setting.mesh.axis_names))
 
 
-def _first_that_speaks(variable, given, notes: Annotated, setting: Setting, plan) -> Decision:
+def _by_precedence(variable, given, notes: Annotated, setting: Setting, plan) -> Decision:
     if given is not None:
         return Decision(_axes_of(given), "the variable's own layout")
     if id(variable) in notes.weights:

@@ -181,6 +181,9 @@ class TensorPlan:
         self._mesh = mesh
         self._axes = tuple(axes)
         self._min_size = min_size
+        # By id: the model holds its variables while the plan is made, and the plan is not kept.
+        # `_by_flow` decides first, by pairs of kernels; then `_layer`, by rules per class; then
+        # `_remaining`. Who decides first wins: `_decide` overwrites, so its callers ask before.
         self.decisions: dict[int, Decision] = {}
         # Ids of tables that compute logits.
         self._makes_logits: set[int] = set()
@@ -270,7 +273,7 @@ class TensorPlan:
                     self._put_apart(variables[w], dim, entry, reason, views[w])
                     continue
                 axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
-                self._put(variables[w], axes, reason)
+                self._decide(variables[w], axes, reason)
         few = [w for w in cut.whole if id(variables[w]) not in ruled]
         self._put_whole(few, variables, "few heads, which all that are split share")
 
@@ -281,7 +284,7 @@ class TensorPlan:
         heads of all three kinds; the bias is replicated.
         """
         by_input = len(variable.shape) > 1 and not variable.shape[0] % axis_size(self._mesh, entry)
-        self._put(variable, (entry, None) if by_input else (), reason)
+        self._decide(variable, (entry, None) if by_input else (), reason)
         used = tuple(entry if d == dim else None for d in range(len(view.shape)))
         decision = self.decisions[id(variable)]
         why = f"{decision.reason}; used as {view.shape}, dimension {dim} split"
@@ -330,7 +333,7 @@ class TensorPlan:
                 largest = max(p.outs, key=lambda d: p.sizes[d])
                 self._use(p.kernel, largest, axes[split[0]], "features")
         else:
-            self._keep(
+            self._replicate_layer(
                 layer,
                 f"no partner, and its {_elements(p.kernel)} elements are below "
                 f"min_size={self._min_size}",
@@ -342,15 +345,17 @@ class TensorPlan:
         if entry is None:
             sizes = [p.sizes[d] for d in dims]
             packed = ", two values in a byte," if p.packed else ""
-            self._keep(p.layer, f"{reason}; but {sizes}{packed} are {_INDIVISIBLE} {self._ways()}")
+            self._replicate_layer(
+                p.layer, f"{reason}; but {sizes}{packed} are {_INDIVISIBLE} {self._ways()}"
+            )
             return
         self._assign_projection(p, dim, entry, reason)
 
     def _assign_projection(self, p: Projection, dim: int, entry, reason: str) -> None:
         axes = tuple(entry if d == dim else None for d in range(len(p.sizes)))
-        self._put(p.kernel, p.stored_axes(axes), reason)
+        self._decide(p.kernel, p.stored_axes(axes), reason)
         if p.bias is not None:
-            self._put(p.bias, tuple(entry if d == dim else None for d in p.bias_dims), reason)
+            self._decide(p.bias, tuple(entry if d == dim else None for d in p.bias_dims), reason)
         self._beside_kernel(p, axes)
 
     def _attention(self, layer) -> None:
@@ -362,7 +367,7 @@ class TensorPlan:
         if entry is None:
             most = max(heads, key=lambda q: q.out_sizes[0], default=None)
             what = "no kernels by heads" if most is None else self._heads_of(most)
-            self._keep(layer, f"attention: {what} are {_INDIVISIBLE} {self._ways()}")
+            self._replicate_layer(layer, f"attention: {what} are {_INDIVISIBLE} {self._ways()}")
             return
         ways = axis_size(self._mesh, entry)
         for q, own in zip(heads, parts):
@@ -370,7 +375,7 @@ class TensorPlan:
                 reason = (
                     f"attention: {self._heads_of(q, 'key-value heads')} are {_INDIVISIBLE} {ways}"
                 )
-                self._keep(q.layer, reason)
+                self._replicate_layer(q.layer, reason)
             else:
                 self._assign_projection(q, q.outs[0], entry, "attention: column, by heads")
         for q in back:
@@ -395,10 +400,10 @@ class TensorPlan:
             dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
             if entry is None:
                 reason = f"embedding: {tuple(table.shape)} is {_INDIVISIBLE} {self._ways()}"
-                self._put(table, (), f"replicated: {reason}")
+                self._decide(table, (), f"replicated: {reason}")
                 continue
             axes = tuple(entry if d == dim else None for d in (0, 1))
-            self._put(table, axes, f"embedding: by {sides[dim]}")
+            self._decide(table, axes, f"embedding: by {sides[dim]}")
             reverses = name != "embeddings" or getattr(layer, "tie_weights", False)
             if dim != by_vocabulary and (reverses or id(table) in self._makes_logits):
                 self._use(table, by_vocabulary, entry, "vocabulary")
@@ -417,7 +422,7 @@ class TensorPlan:
             self._gather(layer, table, table.shape[1:])
         elif _elements(table) < self._min_size:
             few = f"its {_elements(table)} elements are below min_size={self._min_size}"
-            self._put(table, (), f"replicated: embedding: {few}")
+            self._decide(table, (), f"replicated: embedding: {few}")
         else:
             self._use_whole(table)
 
@@ -457,12 +462,12 @@ class TensorPlan:
         entry = dividing_axes(size, self._axes, self._mesh)
         if entry is None:
             reason = f"recurrent: {size} gates or units are {_INDIVISIBLE} {self._ways()}"
-            self._keep(layer, f"{reason}, and a gate must not cross a shard")
+            self._replicate_layer(layer, f"{reason}, and a gate must not cross a shard")
             return
         for weight in _keras.own_variables(layer):
             if len(weight.shape) and weight.shape[-1] == gates * units:
                 axes = (*(None,) * (len(weight.shape) - 1), entry)
-                self._put(weight, axes, "recurrent: whole gates per shard")
+                self._decide(weight, axes, "recurrent: whole gates per shard")
 
     def _experts(self, layer) -> None:
         """In an unknown layer, kernels with three dimensions and the same first size are experts.
@@ -475,11 +480,11 @@ class TensorPlan:
         count = banks[0].shape[0]
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
-            self._keep(layer, f"experts: {count} is {_INDIVISIBLE} {self._ways()}")
+            self._replicate_layer(layer, f"experts: {count} is {_INDIVISIBLE} {self._ways()}")
             return
         for weight in (*banks, *biases_of(layer, banks)):
             axes = (entry, *(None,) * (len(weight.shape) - 1))
-            self._put(weight, axes, "experts, one group per shard")
+            self._decide(weight, axes, "experts, one group per shard")
 
     def _remaining(self, layer) -> None:
         """Large weights without a rule: depthwise kernels by channel, others along a divisible
@@ -503,7 +508,7 @@ class TensorPlan:
             dim, entry = self._first_dividing(shape, dims)
             if entry is not None:
                 axes = tuple(entry if d == dim else None for d in range(len(shape)))
-                self._put(weight, axes, reason)
+                self._decide(weight, axes, reason)
                 if not _multiplies(layer, weight):
                     self._use_whole(weight)
 
@@ -525,7 +530,7 @@ class TensorPlan:
         for which, own in factors.items():
             factor = _keras.stored_weight(layer, f"lora_{name}_{which}")
             if factor is not None:
-                self._put(factor, own, f"follows {base.path!r}")
+                self._decide(factor, own, f"follows {base.path!r}")
 
     def _scales(self, layer, name: str, base, last: Axes) -> None:
         """Splits scales and zero points, whose last dimensions are given."""
@@ -534,7 +539,7 @@ class TensorPlan:
             decided = None if scale is None else self.decisions.get(id(scale))
             if scale is not None and len(scale.shape) and not (decided and decided.view):
                 axes = ((None,) * len(scale.shape) + last)[-len(scale.shape) :]
-                self._put(scale, axes, f"follows {base.path!r}")
+                self._decide(scale, axes, f"follows {base.path!r}")
         if (groups := _keras.stored_weight(layer, "g_idx")) is not None:
             self._put_whole([0], [groups], f"which scale of {base.path!r} is whose")
 
@@ -545,7 +550,7 @@ class TensorPlan:
                 return dim, entry
         return -1, None
 
-    def _put(self, variable, axes: Axes, reason: str) -> None:
+    def _decide(self, variable, axes: Axes, reason: str) -> None:
         for size, entry in zip(variable.shape, axes):
             if size % axis_size(self._mesh, entry):
                 reason = f"{reason}; but {axes} does not split {tuple(variable.shape)} evenly"
@@ -555,7 +560,7 @@ class TensorPlan:
             axes = ()
         self.decisions[id(variable)] = Decision(axes, f"tensor_parallel: {reason}")
 
-    def _keep(self, layer, reason: str) -> None:
+    def _replicate_layer(self, layer, reason: str) -> None:
         for variable in layer.variables:
             self.decisions[id(variable)] = Decision((), f"tensor_parallel: replicated: {reason}")
 

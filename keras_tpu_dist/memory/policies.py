@@ -91,7 +91,7 @@ _CHEAP = {
 _SMALL = 8
 
 
-def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
+def keeps_costly_values(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """Keeps the values that a compiler with a view of the whole program would keep.
 
     The compiler cannot decide what a loop keeps for the backward pass: those values are written to

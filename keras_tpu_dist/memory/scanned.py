@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.memory.policies import keeps_what_is_dear
+from keras_tpu_dist.memory.policies import keeps_costly_values
 from keras_tpu_dist.memory.runs import Block, Run, is_block
 from keras_tpu_dist.programs.calls import is_recomputed, program_of
 from keras_tpu_dist.programs.jaxprs import any_equation, inner_jaxprs, opened, with_inner_jaxprs
@@ -195,6 +195,11 @@ def _has_policy(equation: Any) -> bool:
 
 
 def _part(program: Any, equations: list, layouts: Mapping) -> Step:
+    """The equations of a part of a block as one step.
+
+    Its inputs are what they read and do not make, its outputs what others read of it, both in the
+    order of the program, which is the same for equal blocks.
+    """
     made = [variable for equation in equations for variable in equation.outvars]
     own = set(made)
     inputs = [v for v in dict.fromkeys(_variables(equations)) if v not in own]
@@ -215,7 +220,7 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
         )
 
     if again or not _has_policy(equations[0]):
-        policy = equations[0].params["policy"] if again else keeps_what_is_dear
+        policy = equations[0].params["policy"] if again else keeps_costly_values
         # The loop of the gradients is a separate one, so CSE need not be prevented.
         part = jax.checkpoint(part, policy=policy, prevent_cse=False)
     return Step(inputs, outputs, lambda given: part(*given))

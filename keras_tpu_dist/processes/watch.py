@@ -40,6 +40,12 @@ _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
 # For a process that may start its watch later than this one; JAX's heartbeats notice if it is dead.
 _LONGEST_UNHEARD_S = 300.0
+# How deep a process is: between calls, in a call that all make, or in a launch that all make. If
+# another process is gone, this one ends
+#   FAILED, SILENT: at once;
+#   ENDED:          if it is in a call or a launch, `peer_timeout_s` later: it waits in vain;
+#   LEFT:           the same, but in a launch soon: the other was in the same call, and never comes.
+# A live process is waited for, unless it is STUCK in a place that this one is not at (`why_not`).
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
 # The form of a process's entries: [number of entries, its position, the level]; its end, as an
 # `Absence`; the numbers of the processes whose end it has read. Process 0 adds the ends of others.
@@ -79,7 +85,7 @@ class Watch:
         self._peer_timeout_s = peer_timeout_s
         self._beats = 0
         self._where = "before its first call"
-        self._inside = OUTSIDE
+        self._depth = OUTSIDE
         # Whether the program was ended, by `sys.exit`, within a call that all make.
         self.leaves = False
         self._output: Any = None
@@ -117,9 +123,9 @@ class Watch:
             inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that all
                 make, at `LAUNCH` of a program that all run.
         """
-        before = self._where, self._inside
+        before = self._where, self._depth
         self.leaves = False
-        self._where, self._inside = where, inside
+        self._where, self._depth = where, inside
         # Entering and leaving the same call, as in a custom loop, is not worth a message.
         if _call(where) != _call(before[0]):
             self._news.set()
@@ -140,7 +146,7 @@ class Watch:
         """How deep inside this process is: see `at`."""
         output = self._output
         done = output is None or output.is_deleted() or output.is_ready()
-        return self._inside if done else LAUNCH
+        return self._depth if done else LAUNCH
 
     def why_not(self, missing: list[int], waited_s: float) -> Absence | None:
         """The reason why some of the processes will not come, or `None`.

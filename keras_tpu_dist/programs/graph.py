@@ -114,6 +114,9 @@ class Graph:
             after: Other values of outputs, by the `id` of their atoms. It gets a function from an
                 atom to its array.
         """
+        # One dict for all nested parts. Ids are safe as keys: the graph holds every atom. Within
+        # `run_part` its new entries are tracers of that part's own trace, which nothing may read
+        # afterwards, so all but those of `kept` are deleted below.
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
         operands = {replaced: new.operands for replaced, new in instead.items()}
         operations = self.needed(operands)
@@ -130,9 +133,9 @@ class Graph:
                     results = replaced.compute(given) if replaced else run(operation, given)
                     values.update(zip(map(id, operation.results), results, strict=True))
                 else:
-                    recompute(call, part, depth + 1)
+                    run_as_one_call(call, part, depth + 1)
 
-        def recompute(call: Equation, part: list[Equation], depth: int) -> None:
+        def run_as_one_call(call: Equation, part: list[Equation], depth: int) -> None:
             kept = read_outside(part)
 
             def inner() -> list[Any]:

@@ -162,9 +162,9 @@ class DistributedDataset(TensorFlowNames):
         # Iterations that were begun and have not ended, in the order in which they were begun, with
         # what they read. Those that were left have no object any more.
         self._iterations: list[tuple[weakref.ref, DeviceIterator]] = []
-        # A position that `begin_at` asked for, and the iteration that goes there; once that one has
-        # been left, the next one that is begun does.
-        self._moved: tuple[InputPosition | None, Callable[[], Any]] | None = None
+        # The position that a restore asked for in `begin_at`, and the iteration that goes there. If
+        # that one is garbage by then, the next one that is begun does.
+        self._seek: tuple[InputPosition | None, Callable[[], Any]] | None = None
         self._keeps_position = False
 
     def __iter__(self) -> "DistributedIterator":
@@ -176,8 +176,8 @@ class DistributedDataset(TensorFlowNames):
             iteration for iteration in self._iterations if iteration[0]() is not None
         ]
         position = None
-        if self._moved is not None and self._moved[1]() in (None, iterator):
-            position, self._moved = self._moved[0], None
+        if self._seek is not None and self._seek[1]() in (None, iterator):
+            position, self._seek = self._seek[0], None
         ahead = self._once
         if ahead is None:
             ahead = DeviceIterator(self._batches(), self._prefetch)
@@ -223,12 +223,12 @@ class DistributedDataset(TensorFlowNames):
         If a second pass was begun within another one, such as an evaluation, it is that of the
         outer one.
         """
-        if self._moved is not None:
-            return self._moved[0] or position_before_first(self._epoch)
+        if self._seek is not None:
+            return self._seek[0] or position_before_first(self._epoch)
         ahead = self._once or (self._iterations[0][1] if self._iterations else None)
         if ahead is None:
             return position_before_first(self._epoch)
-        if self._once is None and len(self._living) > 1:
+        if self._once is None and len(self._open_iterations) > 1:
             log_once(
                 "several iterations over one distributed dataset are under way: the first that was "
                 "begun is taken for that of training. If it is not, drop its iterator (`del it`) "
@@ -271,18 +271,18 @@ class DistributedDataset(TensorFlowNames):
                 # Now, not with the first batch: code before it may draw numbers too.
                 set_random_numbers(position.now)
                 position = None
-        living = self._living
+        living = self._open_iterations
         # The other ones, such as an evaluation around this call, go on where they are.
         self._iterations = [
             iteration for iteration in self._iterations if iteration[0]() in living[1:]
         ]
-        self._moved = position, lambda: None
+        self._seek = position, lambda: None
         if living:
-            self._moved = position, weakref.ref(living[0])
+            self._seek = position, weakref.ref(living[0])
             living[0]._ahead = None
 
     @property
-    def _living(self) -> list["DistributedIterator"]:
+    def _open_iterations(self) -> list["DistributedIterator"]:
         """The iterations that were begun, and were neither left nor have ended."""
         return [iterator for running, _ in self._iterations if (iterator := running()) is not None]
 

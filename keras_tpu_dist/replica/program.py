@@ -231,7 +231,12 @@ class ReplicaProgram:
         return outputs
 
     def _settle(self, call: Call) -> _Attempt:
-        """Traces until all variables of the function are inputs, and combined as they must be."""
+        """Traces until all variables of the function are inputs, and combined as they must be.
+
+        A fixed point of three sets: the variables that were seen, which become inputs, those whose
+        updates differ between replicas, and those whose arrays may be consumed. Each trace can find
+        more of them.
+        """
         check_no_graph()
         membership.adopt_all(self._strategy)
         known: list[Any] = []

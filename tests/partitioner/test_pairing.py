@@ -68,21 +68,6 @@ def test_layouts_of_a_sparse_array():
     assert axes_of({"x": None, "y": D}, {"x": sparse, "y": A}) == [(), (), OF_D]
 
 
-@pytest.mark.parametrize(
-    ("layouts", "arrays"),
-    [([D], [A, A]), ({"a": D}, {"b": A}), ([D, D], A), ((D,), [A]), ([[D]], [A])],
-    ids=str,
-)
-def test_another_structure_is_an_error(layouts, arrays):
-    with pytest.raises(ValueError, match="Layouts need the structure of the arrays they are for"):
-        axes_of(layouts, arrays)
-
-
-def test_a_layout_of_another_rank_is_an_error():
-    with pytest.raises(ValueError, match=r"more dimensions than its array(.|\n)*'weight'"):
-        axes_of({"weight": M}, {"weight": A})
-
-
 def test_as_many_layouts_as_inputs():
     closed = jax.make_jaxpr(lambda a, b: a + b)(jnp.ones(4), jnp.ones(4))
     mesh = ktd.TPUStrategy(MESH).mesh

@@ -166,4 +166,4 @@ def test_ids_of_one_hash_prefix_get_enough_rounds():
         None, None, None, None, jnp.array([0, 0, 8, 8]), jnp.array([*hashes, 0, 0], "uint32")
     )
     assert rows[0] != rows[1]
-    assert int(lookups.level(ids)) == 32
+    assert int(lookups.halvings(ids)) == 32

@@ -270,7 +270,12 @@ class _Product:
 class _Rows:
     """How to compute the summands for rows of a token and one of its experts.
 
-    In a row, the dimensions of tokens and of experts have size one.
+    In a row, the dimensions of tokens and of experts have size one. The recipe is built backwards
+    from the sum over experts, by what the labels of a value's dimensions are: a value of tokens
+    alone is taken for the row's token, one of experts alone for its expert, one of neither as it
+    is. A value of both is computed by its operation, from what that reads. An operation that mixes
+    rows raises. For a feed-forward layer of Mixtral, `sum(gates * (silu(x @ w1) * (x @ w3)) @ w2)`,
+    `x` is of tokens, `w1`, `w3` and `w2` are of experts, and all between is computed for rows.
 
     Attributes:
         tokens: The values of tokens that rows read, with their labels.

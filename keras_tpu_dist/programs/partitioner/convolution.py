@@ -40,17 +40,21 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     rows = spread.axes(left, lhs[1]) | spread.axes(right, rhs[1])
     spatial = [*zip(lhs[2:], rhs[2:], strict=True)]
     windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in spatial]
+    # The window is split: XLA would sum over devices that have the same part of it.
     windowed = any(spread.axes(right, k) for k in rhs[2:])
-    fragile = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
+    # XLA would shift the border that it takes from neighbours.
+    border_is_wrong = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
     summed = rows if grouped else frozenset()
     channels = _channels(equation, spread) - summed
-    whole = windowed or fragile or (grouped and any(windows))
+    # Image and window are gathered.
+    whole = windowed or border_is_wrong or (grouped and any(windows))
     if not whole and not channels and not summed:
         return None
     asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in spatial]
+    # XLA is right if every axis of the mesh splits exactly one dimension.
     apart = sum(map(len, [rows, *asked])) == len(spread.open_axes)
     together = frozenset().union(rows, *asked) == spread.open_axes
-    if apart and together and not fragile and not channels:
+    if apart and together and not border_is_wrong and not channels:
         return _pinned(equation, spread, rows, asked) if spread.splits_two_ways else None
 
     def convolve(left, right):

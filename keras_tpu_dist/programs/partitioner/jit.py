@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.phases import BUILD, phase
 from keras_tpu_dist.programs.equal import EXECUTABLES, Equal, key_of
 from keras_tpu_dist.programs.jaxprs import (
@@ -160,14 +160,14 @@ class Jitted:
         if not axes:
             return program
 
-        def exchanged() -> list[str]:
+        def exchanged(program: Any) -> list[str]:
             # `jax.jit` caches the executable, so the following call does not compile again.
             text = program.lower(*args).compile().as_text()
             return exchanged_in_branches(text, dict(self._mesh.shape), axes)
 
-        if exchanged():
+        if exchanged(program):
             program = self._with_whole_rows(args)
-            if found := exchanged():
+            if found := exchanged(program):
                 raise ValueError(_hangs(found))
         return program
 
@@ -344,35 +344,9 @@ def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
         For every array, in the order of `jax.tree.leaves`, the axes of its dimensions.
     """
     marked = jax.tree.map(_Layout, layouts, is_leaf=_is_layout)
-    try:
-        spread = jax.tree.broadcast(marked, arrays)
-    except ValueError as error:
-        raise value_error(
-            "Layouts need the structure of the arrays they are for, or a prefix of it.",
-            received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
-            fix="Give a layout, or None, at every place where the arrays have a leaf or a node.",
-        ) from error
-    places = jax.tree_util.tree_flatten_with_path(arrays)[0]
-    return [
-        _checked_axes(layout.sharding, array, path)
-        for layout, (path, array) in zip(jax.tree.leaves(spread), places, strict=True)
-    ]
+    spread = jax.tree.leaves(jax.tree.broadcast(marked, arrays))
+    return [spec_axes(layout.sharding) for layout in spread]
 
 
 def _is_layout(node: Any) -> bool:
     return node is None or isinstance(node, jax.sharding.Sharding)
-
-
-def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
-    axes, rank = spec_axes(sharding), len(jax.numpy.shape(array))
-    if len(axes) > rank:
-        raise value_error(
-            "A layout cannot have more dimensions than its array.",
-            received={
-                "array": jax.tree_util.keystr(path),
-                "shape": jax.numpy.shape(array),
-                "layout": tuple(sharding.spec),
-            },
-            fix="Give at most one entry for every dimension of the array.",
-        )
-    return axes

@@ -32,6 +32,8 @@ class Classes:
         self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         self.manual: frozenset[str] = frozenset()
         # The class of every dimension, by value, and for every class the one it was merged into.
+        # Two values of one shape may share one *list*: an assignment through either is seen by
+        # both, which links all their dimensions at once, as most equations need. Never copy one.
         self._classes: dict[Any, list[int | None]] = {}
         self._parents: list[int] = []
         self._axes: dict[int, set[str]] = {}

@@ -119,13 +119,13 @@ class Route(NamedTuple):
     Attributes:
         place: For each id its place in the result; beyond the end for an id without an owner.
         own: The requested rows of this device; its number of rows in free places.
-        level: 0 if all ids fit, `n` if they need `2**n` rounds.
+        halvings: 0 if all ids fit, `n` if they need `2**n` rounds.
         rows: The values of the requested rows, `None` without a lookup.
     """
 
     place: Any
     own: Any
-    level: Any
+    halvings: Any
     rows: Any = None
 
 
@@ -188,28 +188,32 @@ class Lookups:
         _, number, owner, hashed = lax.sort((order, number, owner, hashed), num_keys=1)
         return Sorted(number, owner, hashed, rows, owners, hashes)
 
-    def level(self, ids: Sorted) -> Any:
-        """The number of times that rounds must be halved until the ids of each one fit."""
+    def halvings(self, ids: Sorted) -> Any:
+        """The number of times that rounds must be halved until the ids of each one fit.
+
+        Ids are sorted by owner and hash. An owner with more than `capacity` ids has two of them
+        that are `capacity` apart in this order. Rounds are the first bits of the hash: those two
+        fall into different rounds as soon as these are one bit more than the two hashes share.
+        """
         capacity = self.capacity
         if not self.may_need_rounds:
             return jnp.zeros((), "int32")
         beyond = (ids.owners[:-capacity] == ids.owners[capacity:]) & (
             ids.owners[capacity:] < self.split.ways
         )
-        # The number of leading bits that two hashes share: one more bit separates them.
         equal = lax.clz(ids.hashes[:-capacity] ^ ids.hashes[capacity:]).astype("int32")
         return jnp.max(jnp.where(beyond, equal + 1, 0))
 
-    def round(self, ids: Sorted, level: Any, number: Any) -> tuple[Any, Any]:
+    def round(self, ids: Sorted, halvings: Any, number: Any) -> tuple[Any, Any]:
         """The rows to request from each owner in a round, and each id's place among them.
 
         Args:
             ids: The sorted ids of a device.
-            level: There are `2**level` rounds.
+            halvings: There are `2**halvings` rounds.
         """
         ways, capacity = self.split.ways, self.capacity
         owners = jnp.arange(ways, dtype="int32")[:, None]
-        turn = _round_of(ids.hashes, level)
+        turn = _round_of(ids.hashes, halvings)
         starts = ((ids.owners < owners) | ((ids.owners == owners) & (turn < number))).sum(1)
         counts = ((ids.owners == owners) & (turn == number)).sum(1)
         starts = starts.astype("int32")
@@ -219,7 +223,7 @@ class Lookups:
         sent = jnp.where(filled, jnp.stack(parts), self.split.rows_each)
         start = jnp.where(ids.owner == owners, starts[:, None], 0).sum(0)
         place = ids.owner * capacity + ids.number - start
-        here = (ids.owner < ways) & (_round_of(ids.hashed, level) == number)
+        here = (ids.owner < ways) & (_round_of(ids.hashed, halvings) == number)
         return sent, jnp.where(here, place, self.places)
 
     def exchange(self, array: Any) -> Any:
@@ -239,10 +243,10 @@ class Lookups:
             return Route(jnp.arange(ids.size, dtype="int32"), own, zero)
         by_owner = self.sorted(ids)
         sent, place = self.round(by_owner, jnp.zeros((), "int32"), 0)
-        level = self.level(by_owner)
+        halvings = self.halvings(by_owner)
         if self.may_need_rounds:
-            level = lax.pmax(level, self.split.axes)
-        return Route(place, self.exchange(sent.ravel()), level)
+            halvings = lax.pmax(halvings, self.split.axes)
+        return Route(place, self.exchange(sent.ravel()), halvings)
 
     def got(self, rows: Any, place: Any) -> Any:
         """Rows for a device's ids; zeros for ids without a place."""
@@ -255,14 +259,14 @@ class Lookups:
         asked = rows_at(table, route.own)
         rows = self.got(asked, route.place)
         if self.may_need_rounds:
-            rows = self._in_rounds(table, ids, route.level, rows)
+            rows = self._in_rounds(table, ids, route.halvings, rows)
         if split.summed:
             rows = lax.psum(rows, split.summed)
         if split.traded:
             rows = lax.all_to_all(rows, split.traded, 0, 1, tiled=True)
         return rows, route._replace(rows=asked)
 
-    def _in_rounds(self, table: Any, ids: Any, level: Any, rows: Any) -> Any:
+    def _in_rounds(self, table: Any, ids: Any, halvings: Any, rows: Any) -> Any:
         # Results leave the loop as integers. Otherwise XLA moves their conversion before the loop
         # and converts the whole table, even if the loop does not run.
         bits = functools.partial(
@@ -270,19 +274,19 @@ class Lookups:
         )
 
         def body(number: Any, found: Any) -> Any:
-            own, place = self.asked_in_round(ids, level, number)
+            own, place = self.asked_in_round(ids, halvings, number)
             here = (place < self.places)[:, None]
             return jnp.where(here, self.got(bits(rows_at(table, own)), place), found)
 
-        found = rarely(jnp.where(level > 0, 1 << level, 0), body, bits(rows))
+        found = rarely(jnp.where(halvings > 0, 1 << halvings, 0), body, bits(rows))
         return lax.bitcast_convert_type(found, table.dtype)
 
-    def asked_in_round(self, ids: Any, level: Any, number: Any) -> tuple[Any, Any]:
+    def asked_in_round(self, ids: Any, halvings: Any, number: Any) -> tuple[Any, Any]:
         """The rows that others request from a device in a round, and the places of its own ids."""
         if not self.split.exchanged:
             route = self.route(ids)
             return route.own, route.place
-        sent, place = self.round(self.sorted(ids), level, number)
+        sent, place = self.round(self.sorted(ids), halvings, number)
         return self.exchange(sent.ravel()), place
 
     def columns(self, gradients: Any) -> Any:
@@ -310,20 +314,20 @@ class Lookups:
             own, rows = self.back(gradients, own, place)
             return sums.at[own].add(rows, mode="drop")
 
-        own = jnp.where(route.level == 0, route.own, self.split.rows_each)
+        own = jnp.where(route.halvings == 0, route.own, self.split.rows_each)
         sums = added(jnp.zeros(shape, gradients.dtype), own, route.place)
         if not self.may_need_rounds:
             return sums
 
         def body(number: Any, sums: Any) -> Any:
-            return added(sums, *self.asked_in_round(ids, route.level, number))
+            return added(sums, *self.asked_in_round(ids, route.halvings, number))
 
-        return rarely(jnp.where(route.level > 0, 1 << route.level, 0), body, sums)
+        return rarely(jnp.where(route.halvings > 0, 1 << route.halvings, 0), body, sums)
 
 
-def _round_of(hashes: Any, level: Any) -> Any:
+def _round_of(hashes: Any, halvings: Any) -> Any:
     """The round of each hash: its first bits, by two shifts, since a shift by 32 is undefined."""
-    return ((hashes >> 1) >> (31 - level).astype("uint32")).astype("int32")
+    return ((hashes >> 1) >> (31 - halvings).astype("uint32")).astype("int32")
 
 
 def rows_at(array: Any, rows: Any) -> Any:
@@ -413,8 +417,8 @@ class Updates:
         ]
         own = jnp.concatenate([rows for rows, _ in given])
         found = unique(own, split.rows_each, self._bound)
-        level = functools.reduce(jnp.maximum, [route.level for route in routes])
-        fits = level == 0
+        halvings = functools.reduce(jnp.maximum, [route.halvings for route in routes])
+        fits = halvings == 0
         if self._may_overflow:
             fits &= lax.pmin(found.fits.astype("int32"), split.axes) > 0
         # If the rows do not fit, nothing changes here, and everything in the rounds below.
@@ -429,7 +433,7 @@ class Updates:
 
         def body(number: Any, state: list) -> list:
             asked = [
-                lookup.asked_in_round(lookup.ids(these), level, number)
+                lookup.asked_in_round(lookup.ids(these), halvings, number)
                 for lookup, these in zip(lookups, ids, strict=True)
             ]
             given = [
@@ -440,7 +444,7 @@ class Updates:
             found = unique(own, split.rows_each, self._asked)
             return self._changed(state, found, [g for _, g in given], numbers, None)
 
-        return rarely(jnp.where(fits, 0, 1 << level), body, state)
+        return rarely(jnp.where(fits, 0, 1 << halvings), body, state)
 
     def _changed(
         self, state: list, found: Unique, gradients: list, numbers: list, table: Any

@@ -411,11 +411,11 @@ def _listed(rows: Any, route: Route) -> tuple[Any, Route]:
 
 def _leveled(route: Route) -> Route:
     """A route of arrays with a dimension to split."""
-    return route._replace(level=route.level[None])
+    return route._replace(halvings=route.halvings[None])
 
 
 def _unleveled(route: Route) -> Route:
-    return route._replace(level=route.level[0])
+    return route._replace(halvings=route.halvings[0])
 
 
 def _ids(indices: Any, mode: Any, rows: int) -> tuple[Any, Any]:

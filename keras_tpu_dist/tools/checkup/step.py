@@ -305,10 +305,13 @@ def _odd_copies(bench: Bench, ran: _Ran) -> list[int]:
     for array in ran.first:
         places = array.sharding.devices_indices_map(array.shape)
         parts = {str(index): n for n, index in enumerate(places.values())}
-        # One checksum for all arrays that have the same copies on the same devices.
-        of = marks.setdefault(",".join(str(parts[str(index)]) for index in places.values()), {})
+        # Arrays that are laid out alike share one checksum. The key lists, device by device, which
+        # part it holds: devices with the same part must agree.
+        layout = ",".join(str(parts[str(index)]) for index in places.values())
+        checksums = marks.setdefault(layout, {})
         for part in array.addressable_shards:
-            of[part.device.id] = _mark(part.data, of.get(part.device.id, 0))
+            number = part.device.id
+            checksums[number] = _mark(part.data, checksums.get(number, 0))
     odd: set[int] = set()
     ids = [device.id for device in bench.devices]
     for layout in sorted(marks):

@@ -545,10 +545,12 @@ class _Rewriter:
         yield from self._typed(computation, instruction, wanted, results, attributes, sources)
 
     def _bitcast(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
-        """The same bytes as another array: transposed, reshaped, transposed.
+        """The same bytes as another array.
 
-        Bytes are in the order of the layout, and within that tile by tile. If tiles make a
-        difference, the array is reshaped by tiles, and back.
+        Bytes are in the order of the layout, and within that tile by tile. There are three cases:
+        the result is larger than the operand, which an earlier bitcast made smaller within a tile;
+        tiles make no difference: transpose, reshape, transpose; they do: the array is cut into
+        tiles, these are regrouped, and joined.
         """
         (result,), (operand,) = instruction.shapes, computation.operands(instruction)
         (source,), name = operand.shapes, instruction.name
@@ -558,11 +560,11 @@ class _Rewriter:
                 raise cannot_run(instruction, "it does not have the bytes of its operand")
             yield f"%{name} = {_array(result)} copy(%{whole.name})"
             return
-        was, now = _order(source), _order(result)
+        source_order, result_order = _order(source), _order(result)
         steps = _Steps(name, source.dtype, f"%{operand.name}")
-        flat = [source.dims[d] for d in was]
-        steps.transpose(was, flat)
-        ordered = [result.dims[d] for d in now]
+        flat = [source.dims[d] for d in source_order]
+        steps.transpose(source_order, flat)
+        ordered = [result.dims[d] for d in result_order]
         shapes = [ordered]
         for tile in _tiles(result):
             shapes.append(_cut_dims(shapes[-1], tile)[2])
@@ -582,7 +584,7 @@ class _Rewriter:
             for tile, shape in zip(_tiles(result)[::-1], shapes[-2::-1]):
                 steps.joined(shape, tile)
         yield from steps.lines
-        back = np.argsort(np.array(now, int))
+        back = np.argsort(np.array(result_order, int))
         yield f"%{name} = {_array(result)} transpose({steps.last}), dimensions={{{_listed(back)}}}"
 
     def _before_narrowed(
