@@ -72,7 +72,7 @@ PACKAGES = {
     },
     # Tools, which read and report.
     "tools": set(),
-    "tools.hlo": {"common", "hardware"},
+    "tools.hlo": {"common", "hardware", "programs"},
     "tools.goodput": {"common", "show"},
     "tools.launcher": {"common", "hardware"},
     "tools.dryrun": {

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import threading
 
 import jax
 import keras
@@ -119,30 +118,6 @@ def test_another_thread_builds_its_models_as_it_wants_meanwhile(monkeypatch):
         assert keras.config.dtype_policy().name == "float16"
     finally:
         keras.config.set_dtype_policy("float32")
-
-
-def test_two_checks_at_once_leave_floatx_as_it_was():
-    first, second, order = threading.Event(), threading.Event(), []
-
-    def check(name, entered, leave):
-        with in_float32():
-            order.append(f"{name} in {keras.config.floatx()}")
-            entered.set()
-            leave.wait(0.5)
-            order.append(f"{name} ends in {keras.config.floatx()}")
-        return keras.config.dtype_policy().name
-
-    keras.config.set_floatx("float16")
-    try:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            one = pool.submit(check, "one", first, second)
-            assert first.wait(30)
-            other = pool.submit(check, "other", second, first)
-            assert [one.result(30), other.result(30)] == ["float16", "float16"]
-        assert keras.config.floatx() == "float16"
-    finally:
-        keras.config.set_floatx("float32")
-    assert order == [f"{n} {w} float32" for n in ("one", "other") for w in ("in", "ends in")]
 
 
 def test_one_device():
@@ -382,22 +357,6 @@ def test_a_step_with_data_of_the_user():
     assert check.ok, str(check)
     assert "10 rows" in check.part("step").words
     assert checked({"data": 8}, "step", model=model).ok
-
-
-def test_what_keeps_a_step_from_being_checked():
-    def why(model):
-        return checked({"data": 8}, "step", model=model).part("step").left_out
-
-    def built():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-
-    assert "not compiled" in why(built())
-    model = built()
-    model.compile("sgd", "mse", run_eagerly=True)
-    assert "run_eagerly" in why(model)
-    model = keras.Sequential([keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    assert "not built" in why(model)
 
 
 @pytest.mark.parametrize(

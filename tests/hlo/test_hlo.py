@@ -17,6 +17,7 @@ from keras_tpu_dist.attention import kernel
 from keras_tpu_dist.common.scopes import RARE_LOOP
 from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.programs.device_groups import replica_groups
 from keras_tpu_dist.tools import hlo
 from keras_tpu_dist.tools.hlo import collectives, cost, layers, loops
 from keras_tpu_dist.tools.hlo.parse import Shape, parse, shapes_of
@@ -209,17 +210,16 @@ slice-start(%p), slice={[0:64], [0:1024]}
     assert hlo.analyze(text).hbm_bytes == 64 * 1024 * 4
 
 
-def test_a_loop_that_data_ends_is_said_and_counted_once(caplog):
+def test_a_loop_that_data_ends_is_said_and_counted_once():
     def until_small(x):
         return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x @ x, x)
 
     result = hlo.analyze(_text(until_small, _spec(16, 16)))
     assert result.flops == 2 * 16**3
     assert len(result.unknown_loops) == 1
-    assert "decided at run time" in caplog.text
 
 
-def test_a_loop_for_ids_that_seldom_come_counts_nothing(caplog):
+def test_a_loop_for_ids_that_seldom_come_counts_nothing():
     def rarely(x, times):
         with jax.named_scope(RARE_LOOP):
             return jax.lax.fori_loop(0, times, lambda i, x: x @ x, x)
@@ -227,7 +227,6 @@ def test_a_loop_for_ids_that_seldom_come_counts_nothing(caplog):
     result = hlo.analyze(_text(rarely, _spec(16, 16), jax.ShapeDtypeStruct((), "int32")))
     assert result.flops == 0
     assert not result.unknown_loops
-    assert "decided at run time" not in caplog.text
 
 
 # --- layers ----------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ def test_layers_may_be_named_as_jax_names_its_own(op_name, layer):
 
 
 def test_three_spellings_of_groups():
-    groups = collectives.replica_groups
+    groups = replica_groups
     assert groups("{{0,1},{2,3}}", 4) == ((0, 1), (2, 3))
     assert groups("[2,4]<=[8]", 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert groups("[2,4]<=[4,2]T(1,0)", 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -317,7 +316,7 @@ def test_groups_name_the_axes_they_cross(order, used):
     sizes = dict(zip(order, (2, 3, 4)))
     names = [n for n in order if n in used]
     text = "mesh[" + ",".join(f"'{n}'={s}" for n, s in sizes.items()) + "] {"
-    groups = collectives.replica_groups(text + ",".join(f"'{n}'" for n in names) + "}", 24)
+    groups = replica_groups(text + ",".join(f"'{n}'" for n in names) + "}", 24)
     assert collectives.mesh_axes(groups, tuple(sizes.items())) == tuple(names)
     assert sorted(i for g in groups for i in g) == list(range(24))
 
@@ -444,7 +443,7 @@ def test_a_collective_is_overlapped_where_a_kernel_has_it_and_counts_once():
 def test_times_on_the_links():
     v5e = Topology.parse("v5e:16x16")
     wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)
-    groups = collectives.replica_groups("[16,16]<=[256]", 256)
+    groups = replica_groups("[16,16]<=[256]", 256)
     # a ring of 16 closes: two links each way
     assert bandwidth_of(wire, groups) == ("ICI", 2 * 50e9)
     half = tuple(g[:8] for g in groups)
@@ -452,7 +451,7 @@ def test_times_on_the_links():
     assert bandwidth_of(wire, (tuple(range(256)),)) == ("ICI", 4 * 50e9)
     joined = Topology.parse("2*v5e:2x4")
     wire = hlo.Wire.of({"slice": 2, "data": 8}, joined.devices(), joined)
-    across = collectives.replica_groups("[8,2]<=[2,8]T(1,0)", 16)
+    across = replica_groups("[8,2]<=[2,8]T(1,0)", 16)
     assert bandwidth_of(wire, across) == ("DCN", joined.dcn_bandwidth)
     assert wire.crossing_axes() == ("slice",)
     assert wire.first_slice == tuple(range(8))

@@ -11,7 +11,7 @@ from programs import KINDS, collectives, compiled, program
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout import flow
 from keras_tpu_dist.layout.planner import Planner
-from keras_tpu_dist.tools.hlo.collectives import replica_groups
+from keras_tpu_dist.programs.device_groups import replica_groups
 
 L = keras.layers
 BY_FOUR = {"data": 2, "model": 4}

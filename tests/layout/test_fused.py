@@ -10,7 +10,7 @@ from programs import collectives, compiled, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.fused import taken_apart
-from keras_tpu_dist.tools.hlo.collectives import replica_groups
+from keras_tpu_dist.programs.device_groups import replica_groups
 
 BY_FOUR = {"data": 2, "model": 4}
 MESHES = [{"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}]

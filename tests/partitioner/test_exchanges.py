@@ -34,15 +34,12 @@ metadata={{op_name="jit(train_step)/jvp(dense)/shard_map/{scope}/cond"}}
 """
 ALIKE = [
     "replica_groups=[2,4]<=[4,2]T(1,0)",
-    "replica_groups={{0,2,4,6},{1,3,5,7}}",
-    "replica_groups=mesh['data'=4,'model'=2] {'data'}",
+    "replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}",
     "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
 ]
 MIXED = [
     "replica_groups=[4,2]<=[8]",
-    "replica_groups={{0,1,2,3,4,5,6,7}}",
     "replica_groups={}",
-    "replica_groups=mesh['data'=4,'model'=2] {'model'}",
     "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
     "replica_groups=of a form that nobody has seen",
 ]

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,10 +35,6 @@ def on_one(device: Any) -> Iterator[None]:
         yield
 
 
-# Keras's policy belongs to a thread, its `floatx` to the process: two checks take turns.
-_FLOATX = threading.RLock()
-
-
 @contextlib.contextmanager
 def in_float32() -> Iterator[None]:
     """A context in which Keras computes in float32, whatever the program has set for its models.
@@ -47,14 +42,13 @@ def in_float32() -> Iterator[None]:
     Other threads keep their policies. They see another `floatx` only if the program has set one
     that is not float32: Keras has none for one thread.
     """
-    with _FLOATX:
-        policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    if floatx != "float32":
+        keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    try:
+        yield
+    finally:
         if floatx != "float32":
-            keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-        try:
-            yield
-        finally:
-            if floatx != "float32":
-                keras.config.set_floatx(floatx)
-            keras.config.set_dtype_policy(policy)
+            keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)

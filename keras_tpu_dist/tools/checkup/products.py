@@ -30,19 +30,13 @@ _MOST_LETTERS = 80
 # "highest" ("float32", six passes) preserves 24 bits in three parts. Sources: the documentation of
 # `jax_default_matmul_precision` and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ...
 # six passes"); Henry, Tang, Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
-# higher-precision computations", 2019, for the error of splitting into parts. On GPU the default
-# may be TF32, with 11 bits.
+# higher-precision computations", 2019, for the error of splitting into parts. Operands of float8
+# are used as they are, or as bfloat16; either way, each term is exact in float32.
 _LOST = {
     ("tpu", "default"): 2 * _U16 + _U16**2,
     ("tpu", "high"): 4 * _U16**2,
     ("tpu", "highest"): 8 * _U16**3,
-    ("gpu", "default"): 2 * 2.0**-11,
-    ("gpu", "high"): 2 * 2.0**-11,
 }
-# The relative error of float8 products on a GPU, whose sums have about 14 bits: DeepSeek-V3
-# technical report, 3.3.2, on Hopper. On a TPU, operands of float8 are used as they are, or as
-# bfloat16; either way, each term is exact in float32.
-_LOST_FLOAT8_GPU = 2.0**-10
 # The next shorter dtype, and the relative error from rounding an operand to it.
 _SHORTER = {
     "float32": ("bfloat16", _U16),
@@ -117,9 +111,8 @@ def kinds(platform: str) -> list[Kind]:
     # A TPU has no units for float16, and computes as for float32.
     lost = lost if platform == "tpu" else 0.0
     found.append(Kind("float16", "float16", "float32", None, lost, may_lack=True))
-    lost = _LOST_FLOAT8_GPU if platform == "gpu" else 0.0
     for dtype, name in (("float8_e4m3fn", "float8 e4m3"), ("float8_e5m2", "float8 e5m2")):
-        found.append(Kind(name, dtype, "float32", None, lost, may_lack=True))
+        found.append(Kind(name, dtype, "float32", may_lack=True))
     found.append(Kind("int8", "int8", "int32", exact=True))
     return found
 

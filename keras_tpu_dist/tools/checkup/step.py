@@ -15,7 +15,7 @@ from keras_tpu_dist.tools.checkup.aside import aside
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, same_bits
 from keras_tpu_dist.tools.checkup.bounds import State, allowed, gap, is_half, largest
-from keras_tpu_dist.tools.checkup.prepared import Prepared, on_one_device, prepared, why_not
+from keras_tpu_dist.tools.checkup.prepared import Prepared, on_one_device, prepared
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
     RIGHT,
@@ -79,8 +79,6 @@ class Compared:
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     """Compares a training step of the user's model on the mesh with the same step on one device."""
-    if why := why_not(model):
-        return CheckPart("step", RIGHT, left_out=why)
     # A `train_step` of the model's own class may use its optimizer in any way.
     own = type(model).train_step is not keras.Model.train_step
     found = compared(bench, model, given, gradients=not own)

@@ -15,7 +15,7 @@ from keras_tpu_dist.tools.checkup.aside import aside
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Bench, Job
 from keras_tpu_dist.tools.checkup.calibrated import FACTORS, calibration_of
-from keras_tpu_dist.tools.checkup.prepared import Prepared, prepared, why_not
+from keras_tpu_dist.tools.checkup.prepared import Prepared, prepared
 from keras_tpu_dist.tools.checkup.report import FAST, CheckPart
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
@@ -42,9 +42,6 @@ class _Timed:
 
 def own_step_time(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     """Times the step with the model's own optimizer, without its input."""
-    why = why_not(model)
-    if why:
-        return CheckPart("step time", FAST, left_out=why)
     rows = given.rows(bench.strategy)
     with aside():
         timed = _timed(bench, model, given)

@@ -76,11 +76,6 @@ def executions(program: Program) -> Executions:
                 visit(callee, max(int(times * (1 if count is None else count)), 1), around)
 
     visit(program.entry, 1, None)
-    if unknown:
-        logger.warning(
-            "the trip counts of %d loop(s) are decided at run time; their bodies are counted once",
-            len(set(unknown)),
-        )
     return Executions(tuple(found), tuple(dict.fromkeys(unknown)))
 
 

@@ -1,6 +1,7 @@
 """The text of a compiled program as data: computations, instructions, shapes."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,10 +65,7 @@ class Shape:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for dim in self.dims:
-            size *= dim
-        return size
+        return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:

@@ -10,8 +10,7 @@ import numpy as np
 
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.topology import Topology
-
-Groups = tuple[tuple[int, ...], ...]
+from keras_tpu_dist.programs.device_groups import Groups
 
 
 def seconds_per_byte(
