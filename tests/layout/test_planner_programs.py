@@ -10,7 +10,6 @@ from programs import KINDS, collectives, compiled, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.planner import Planner
-from keras_tpu_dist.programs.device_groups import replica_groups
 
 L = keras.layers
 
@@ -61,20 +60,6 @@ def test_collectives_of_data_parallel():
 
 def mlp_regression():
     return keras.Sequential([keras.Input((6,)), L.Dense(16, activation="relu"), L.Dense(3)])
-
-
-@pytest.mark.slow
-def test_collectives_of_tensor_parallel():
-    blocks = 2
-    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
-    model = built(compiled(lambda: transformer(blocks, 32, 4), "sgd"), strategy)
-    x = np.ones((4, 8, 32), "float32")
-    text = program(model, strategy, x, x)
-    model_groups = ((0, 1, 2, 3), (4, 5, 6, 7))
-    along_model = [g for g in collectives(text) if replica_groups(g, 8) == model_groups]
-    assert len(along_model) == 4 * blocks, collectives(text)
-    for kind in KINDS:
-        assert not collectives(text, kind), kind
 
 
 def test_split_optimizer_slots_hold_an_eighth_and_survive_a_checkpoint(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, compiled, largest_difference, results, through_conditionals
+from helpers import assert_close, built, compiled, largest_difference, through_conditionals
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -27,55 +27,6 @@ def to(device):
 
 def sgd(model, loss="mse", **options):
     return compiled(model, keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
-
-
-def many_layers(devices=(None,) * 5):
-    """Convolution and batch normalisation, LSTM, dropout, a nested model and a dense layer."""
-    conv, lstm, dropout, nested, dense = (to(device) for device in devices)
-    x = keras.Input((6, 3))
-    h = conv(L.Conv1D(4, 3, use_bias=False, name="conv"))(x)
-    h = conv(L.BatchNormalization(name="norm"))(h)
-    h = lstm(L.LSTM(5, name="lstm"))(h)
-    h = dropout(L.Dropout(0.5, name="dropout"))(h)
-    inner = [
-        keras.Input((5,)),
-        L.Dense(6, activation="relu", kernel_regularizer="l2", name="first"),
-        L.BatchNormalization(name="norm"),
-        L.Dropout(0.3),
-        L.Dense(4, activity_regularizer="l2", name="last"),
-    ]
-    h = nested(keras.Sequential(inner, name="nested"))(h)
-    y = dense(L.Dense(3, activation="softmax", name="dense"))(h)
-    return sgd(keras.Model(x, y), "sparse_categorical_crossentropy", metrics=["accuracy"])
-
-
-def sequences(rows=13):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(rows, 6, 3)).astype("float32"), rng.integers(0, 3, rows)
-
-
-@pytest.fixture(scope="module")
-def unassigned():
-    keras.config.set_dtype_policy("float32")
-    x, y = sequences()
-    return results(built(many_layers, None), x, y, batch_size=8, epochs=2, evaluate=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "devices"),
-    [
-        (PAIRS, (0, 1, 0, 1, 0)),
-        (PAIRS, (1, 0, 1, 0, 1)),
-        ({"rows": 2, "data": 2, "columns": 2}, (2, 3, 1, 0, 3)),
-    ],
-)
-def test_fit_equals_that_of_the_unassigned_model(unassigned, mesh, devices):
-    """Each kind of layer on each of two devices, and on four; 13 rows leave a tail of 5."""
-    x, y = sequences()
-    model = built(lambda: many_layers(devices), ktd.TPUStrategy(mesh))
-    found = results(model, x, y, batch_size=8, epochs=2, evaluate=False)
-    assert_close(found, unassigned)
 
 
 def train_program(model, strategy, x, y):

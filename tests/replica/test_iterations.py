@@ -47,31 +47,6 @@ def test_a_running_iteration_goes_on_from_the_restored_position(loop):
     assert [number(batch) for batch in dataset] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_an_iterator_of_ones_own_moves_too(loop, left):
-    dataset, saved = loop
-    iterator = iter(dataset)
-    next(iterator)
-    saved.save(1)
-    next(iterator)
-    saved.restore()
-    if left:
-        iterator = iter(dataset)
-    assert [number(batch) for batch in iterator] == [1, 2, 3]
-    assert next(iterator, None) is None
-
-
-def test_back_to_the_start_of_an_epoch_within_it(loop):
-    dataset, saved = loop
-    saved.save(0)
-    seen = []
-    for batch in dataset:
-        seen.append(number(batch))
-        if len(seen) == 3:
-            saved.restore()
-    assert seen == [0, 1, 2, 0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("where", ["behind", "within", "left"])
 def test_a_second_pass_within_an_epoch_does_not_move_training(loop, where, caplog):
     dataset, saved = loop
@@ -89,27 +64,6 @@ def test_a_second_pass_within_an_epoch_does_not_move_training(loop, where, caplo
     assert ("several iterations" in caplog.text) == (where == "within")
     saved.restore()
     assert [number(batch) for batch in dataset] == [2, 3]
-
-
-def test_launches_of_several_steps_move_too(tmp_path):
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
-    with strategy.scope():
-        total = keras.metrics.Sum()
-    dataset = strategy.distribute_dataset(np.arange(32.0), batch_size=8)
-
-    def step(x):
-        total.update_state(x)
-
-    with ktd.LoopCheckpoint(tmp_path, total, dataset) as saved:
-        iterator = iter(dataset)
-        strategy.run(step, (iterator,), steps=2)
-        saved.save(2)
-        strategy.run(step, (iterator,), steps=1)
-        saved.restore()
-        strategy.run(step, (iterator,), steps=4)
-        with pytest.raises(StopIteration):
-            strategy.run(step, (iterator,), steps=4)
-    assert float(total.result()) == np.arange(32).sum()
 
 
 def test_a_generator_cannot_go_back_and_nothing_changes(tmp_path):

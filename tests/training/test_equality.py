@@ -161,24 +161,6 @@ def test_evaluate_and_predict_for_every_number_of_rows(mesh):
         assert_close(evaluation, [losses[:n].mean(), hits[:n].mean()])
 
 
-@pytest.mark.slow
-def test_steps_per_epoch_continues_through_the_data():
-    x, y = data()
-
-    def endless():
-        while True:
-            for start in range(0, 103, 20):
-                yield x[start : start + 20], y[start : start + 20]
-
-    def run(model):
-        history = model.fit(
-            endless(), steps_per_epoch=4, epochs=3, shuffle=False, verbose=0
-        ).history
-        return [history, model.get_weights()]
-
-    check(mlp, run)
-
-
 def test_one_generator_through_two_fits_is_read_no_further_than_on_one_device():
     x, y = data()
 
@@ -197,23 +179,6 @@ def test_one_generator_through_two_fits_is_read_no_further_than_on_one_device():
 
 
 @pytest.mark.slow
-def test_generator_whose_batches_change_size():
-    x, y = data()
-
-    def run(model):
-        def batches():
-            start = 0
-            for size in (5, 8, 13, 1, 16, 8, 5):
-                yield x[start : start + size], y[start : start + size]
-                start += size
-
-        history = model.fit(batches(), steps_per_epoch=7, shuffle=False, verbose=0).history
-        return [history, model.get_weights()]
-
-    check(mlp, run)
-
-
-@pytest.mark.slow
 def test_run_eagerly():
     def build():
         return compiled(
@@ -222,21 +187,6 @@ def test_run_eagerly():
 
     x, y = data(29)
     check(build, lambda m: results(m, x, y, batch_size=10, epochs=1), meshes=MESHES[:1])
-
-
-@pytest.mark.slow
-def test_steps_per_execution():
-    def build():
-        return compiled(
-            mlp(),
-            "adam",
-            "sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=3,
-        )
-
-    x, y = data()
-    check(build, lambda m: results(m, x, y, batch_size=10, epochs=2))
 
 
 def test_custom_train_step():
@@ -385,18 +335,6 @@ def test_a_model_that_a_callback_runs_within_evaluate(steps):
 
     alone = model.evaluate(x, y, batch_size=8, verbose=0)
     assert_close(model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[Runs()]), alone)
-
-
-@pytest.mark.slow
-def test_split_weights_on_several_axes():
-    x, y = data()
-    rules = [("hidden/kernel", (None, ("data", "model"))), ("out/kernel", ("model",))]
-    check(
-        mlp,
-        lambda m: results(m, x, y, batch_size=30, epochs=3),
-        meshes=MESHES[1:],
-        layout=rules,
-    )
 
 
 @pytest.mark.slow
