@@ -31,15 +31,7 @@ class Tiling:
 
 @functools.lru_cache(maxsize=256)
 def tiling(length: int) -> Tiling:
-    """Chooses the block size with the least cost for padding and for many small blocks.
-
-    Example:
-
-    >>> tiling(1024)
-    Tiling(padded=1024, block=512)
-    >>> tiling(100)
-    Tiling(padded=128, block=128)
-    """
+    """Chooses the block size with the least cost for padding and for many small blocks."""
     options = (Tiling(-(-length // block) * block, block) for block in _BLOCKS)
     return min(options, key=lambda t: t.padded * (1 + _ROWS_PER_STEP / t.block))
 
@@ -131,13 +123,7 @@ def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
 
 
 def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
-    """The number of blocks that a mask of padding and causality leaves, and that of all blocks.
-
-    Example:
-
-    >>> blocks_computed(1024, 1024, is_causal=True)
-    (3, 4)
-    """
+    """The number of blocks that a mask of padding and causality leaves, and that of all blocks."""
     rows, columns = tiling(time), tiling(source)
     across = columns.padded // columns.block
     computed, down = 0, rows.padded // rows.block

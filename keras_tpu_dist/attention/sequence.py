@@ -124,13 +124,6 @@ class _Causal(splash.Mask):
 def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
     """The number of blocks that the busiest device computes for a causal sequence, and of all its
     blocks.
-
-    Example:
-
-    >>> blocks_computed(Pieces(2, 4096, balanced=True), 4096)
-    (18, 32)
-    >>> blocks_computed(Pieces(2, 4096, balanced=False), 4096)
-    (26, 32)
     """
     rows, columns = tiling(pieces.rows), tiling(source)
     down, across = rows.padded // rows.block, columns.padded // columns.block

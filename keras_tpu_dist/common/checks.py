@@ -26,14 +26,7 @@ _MOST = 2**63 - 1
 
 
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether something is a whole number, of Python or NumPy, and not a bool.
-
-    Example:
-
-    >>> import numpy as np
-    >>> [is_count(value, 1) for value in (1, np.int32(3), 0, True, 2.0, "2")]
-    [True, True, False, False, False, False]
-    """
+    """Whether something is a whole number, of Python or NumPy, and not a bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return False
     try:

@@ -48,11 +48,6 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
     Returns:
         A `keras.distribution.DeviceMesh` of `jax.Device` objects. For a dict, neighbours on an
         axis are neighbours on the TPU's torus.
-
-    Example:
-
-    >>> build_mesh({"data": -1, "model": 2}).shape
-    (4, 2)
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = keras.distribution.DeviceMesh(mesh.devices.shape, mesh.axis_names, mesh.devices)

@@ -79,16 +79,6 @@ def blocks(model: Any) -> list[tuple[str, Any]]:
     These are composite layers of the same class that are side by side; nested models are searched
     first. If there are none, they are all composite layers; and in a model of plain layers, every
     layer with weights.
-
-    Example:
-
-    >>> import keras
-    >>> def block(i):
-    ...     inner = [keras.layers.Dense(4, "relu"), keras.layers.Dense(4)]
-    ...     return keras.Sequential(inner, name=f"block_{i}")
-    >>> model = keras.Sequential([keras.Input((4,)), block(0), block(1), keras.layers.Dense(1)])
-    >>> [path.split("/")[-1] for path, _ in blocks(model)]
-    ['block_0', 'block_1']
     """
     found = _repeated(model, model.name) or _composite(model, model.name)
     return found or [

@@ -15,12 +15,6 @@ def replica_groups(text: str, num_devices: int) -> Groups:
         text: `"{{0,1},{2,3}}"`, `"[2,4]<=[4,2]T(1,0)"`, or `"mesh['a'=4,'b'=2] {'b'}"`, which may
             also have `device_ids=` in one of the first two forms.
         num_devices: What an empty list of groups stands for.
-
-    Example:
-
-    >>> from keras_tpu_dist.programs.device_groups import replica_groups
-    >>> replica_groups("[2,2]<=[2,2]T(1,0)", 4)
-    ((0, 2), (1, 3))
     """
     if text.startswith("mesh"):
         return _mesh_groups(text)

@@ -274,12 +274,6 @@ def choose(
         segment: See `check_segment`.
         directions: 2 if two directions run in one loop; their input is projected before it.
         core: The core that a kernel would run on, or the reason why there can be none.
-
-    Example:
-
-    >>> from keras_tpu_dist.recurrence import LSTM, choose
-    >>> choose(LSTM(), platform="tpu", batch=8, steps=64, units=1024).keep
-    True
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
     on_tpu = platform == "tpu"

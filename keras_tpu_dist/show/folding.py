@@ -122,12 +122,6 @@ def families(
         alike: A function from a row to the data that must be equal, and to a sentence in which
             numbers and quoted names may differ.
         label: A function from a path to the part of it that must be equal.
-
-    Example:
-
-    >>> paths = ["conv_0/kernel", "conv_0/bias", "conv_1/kernel", "conv_1/bias"]
-    >>> [each.pattern for each in families(paths, str, lambda row: ((), ""), kind_of)]
-    ['conv_*/kernel', 'conv_*/bias']
     """
     found: dict[tuple, list[Any]] = {}
     for row in rows:
@@ -202,13 +196,7 @@ def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Joins sentences that differ in numbers and quoted names.
-
-    Example:
-
-    >>> merged(["after 'conv_1': 64 of 4096 elements", "after 'conv_2': 8 of 4096 elements"])
-    "after 'conv_*': 8 to 64 of 4096 elements"
-    """
+    """Joins sentences that differ in numbers and quoted names."""
     known = list(dict.fromkeys(texts))
     if len(known) == 1:
         return known[0]
@@ -307,13 +295,6 @@ def folded(
 
     Args:
         key: A function from a row to the data that must be equal; numbers in strings may differ.
-
-    Example:
-
-    >>> paths = [f"block_{n}/{name}" for n in range(9) for name in ("up", "down")]
-    >>> (block,) = folded(paths, str, lambda path: None)
-    >>> block.words, block.times, block.rows
-    ('block_0 .. block_8', 9, ('block_0/up', 'block_0/down'))
     """
     children = children_of(rows, path, within)
     keys = [tuple((unnumbered(path(r)), _masked(key(r))) for r in c) for c in children.values()]
@@ -396,13 +377,7 @@ def children_of(
 
 
 def unnumbered(text: str) -> str:
-    """A path or a sentence without the numbers that distinguish equal layers.
-
-    Example:
-
-    >>> unnumbered("decoder_1/dense/kernel") == unnumbered("decoder/dense_12/kernel")
-    True
-    """
+    """A path or a sentence without the numbers that distinguish equal layers."""
     return re.sub(r"\d+", "#", re.sub(r"_\d+(?![A-Za-z0-9_])", "", text))
 
 

@@ -381,17 +381,7 @@ def picture_of_mesh(mesh: Mesh) -> MeshPicture:
 
 
 def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) -> TensorPicture:
-    """Draws the slices of a tensor, and the devices that hold them.
-
-    Example:
-
-    >>> import jax, numpy as np
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    >>> picture = picture_of_tensor("kernel", (8, 6), NamedSharding(mesh, P(None, "model")))
-    >>> [piece.devices for piece in picture.pieces]
-    [(0, 2, 4, 6), (1, 3, 5, 7)]
-    """
+    """Draws the slices of a tensor, and the devices that hold them."""
     shape = tuple(shape)
     holders: dict[tuple, list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

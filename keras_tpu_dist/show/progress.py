@@ -59,15 +59,6 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
 
     Yields:
         A function to call at the start of every stage, with its words.
-
-    Example:
-
-    >>> seen = []
-    >>> with listening(seen.append), stages("dry run", 2) as begin:
-    ...     begin("building")
-    ...     begin("compiling")
-    >>> [(stage.words, stage.done) for stage in seen]
-    [('building', 0), ('compiling', 1), (None, 2)]
     """
     current, begun = _current.get(), 0
     listener, depth = current.listener, current.depth

@@ -47,13 +47,7 @@ def size_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds in readable units.
-
-    Example:
-
-    >>> duration_text(0.0042)
-    '4.20 ms'
-    """
+    """Seconds in readable units."""
     if not seconds:
         return "0"
     for unit, scale, rounding in (("s", 1.0, 5e-6), ("ms", 1e-3, 5e-8)):
@@ -100,20 +94,6 @@ def text_table(
         header: Its first line, or `()` for none.
         rows: Its other lines, with the same number of cells; a `str` is a line across the table.
         width: The largest width of a line. Defaults to `text_width()`.
-
-    Example:
-
-    >>> print(text_table(("axis", "size"), [("data", "64"), ("model", "4")], indent=""))
-    axis   size
-    data     64
-    model     4
-    >>> rows = [("up/kernel", "64 B", "row: fed by 'down' in the same block, after the activation")]
-    >>> print(text_table(("weight", "bytes", "reason"), rows, indent="", width=40))
-    weight     bytes
-        reason
-    up/kernel   64 B
-        row: fed by 'down' in the same
-        block, after the activation
     """
     cells = [row for row in rows if not isinstance(row, str)]
     lines = [*([header] if header else []), *cells]
@@ -194,11 +174,6 @@ def wrapped(text: str, width: int) -> list[str]:
 
     Returns:
         The lines. Long words break after a slash or an underscore, or anywhere if necessary.
-
-    Example:
-
-    >>> wrapped("  feeds decoder_0/attention/query", 20)
-    ['  feeds decoder_0/', '  attention/query']
     """
     if len(text) <= width:
         return [text]

@@ -66,19 +66,7 @@ class _Plan:
 
 
 def caches_in_place(function: Callable) -> Callable:
-    """Rewrites the loops of a function so that they write caches in place; results are the same.
-
-    Example:
-
-    >>> import jax, jax.numpy as jnp
-    >>> def fill(cache):
-    ...     def body(i, cache):
-    ...         keys, values = (cache[j].at[i].set(1.0) for j in range(2))
-    ...         return jnp.stack([keys, values])
-    ...     return jax.lax.fori_loop(0, 4, body, cache)
-    >>> caches_in_place(fill)(jnp.zeros((2, 4))).sum().item()
-    8.0
-    """
+    """Rewrites the loops of a function so that they write caches in place; results are the same."""
 
     def with_caches(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)

@@ -203,11 +203,6 @@ def odd_ones(marks: dict[int, Any]) -> list[int]:
 
     Args:
         marks: A mark, such as a checksum, for every device.
-
-    Example:
-
-    >>> odd_ones({0: "a", 1: "b", 2: "a"}), odd_ones({0: "a", 1: "b"}), odd_ones({0: "a", 1: "a"})
-    ([1], [0, 1], [])
     """
     values = list(marks.values())
     usual = max(values, key=values.count, default=None)

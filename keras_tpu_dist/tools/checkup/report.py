@@ -409,13 +409,7 @@ def numbered(ids: Iterable[int], most: int = 8) -> str:
 
 
 def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
-    """Names things by their numbers.
-
-    Example:
-
-    >>> counted("process", "processes", [2, 0, 1], most=2)
-    'processes 0, 1 and 1 more'
-    """
+    """Names things by their numbers."""
     every = sorted(ids)
     named = ", ".join(map(str, every[:most]))
     more = f" and {len(every) - most} more" if len(every) > most else ""

@@ -150,14 +150,6 @@ def analyze(
         text: `compiled.as_text()` of the TPU or the CPU compiler.
         wire: The mesh the program was compiled for. Without it, collectives have no axes and no
             times, and kernels for which the compiler reports no cycles have none.
-
-    Example:
-
-    >>> import jax, jax.numpy as jnp
-    >>> from keras_tpu_dist.tools import hlo
-    >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile()
-    >>> hlo.analyze(compiled.as_text()).flops == 2 * 64**3
-    True
     """
     cost_of = _cost(parse(text), wire, layer_names)
     return cost_of if steps == 1 else _of_a_step(cost_of, steps)

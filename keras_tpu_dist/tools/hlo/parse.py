@@ -265,16 +265,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads the text of a compiled program, `compiled.as_text()`.
-
-    Example:
-
-    >>> import jax, jax.numpy as jnp
-    >>> from keras_tpu_dist.tools.hlo.parse import parse
-    >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
-    >>> [(shape.dtype, shape.dims) for shape in parse(compiled.as_text()).entry.root.shapes]
-    [('f32', (4, 4))]
-    """
+    """Reads the text of a compiled program, `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry = current = None
     if not isinstance(text, str):
