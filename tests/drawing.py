@@ -1,7 +1,6 @@
-"""Programs drawn at random, and their runs in processes: random models and tables share them.
+"""Programs drawn at random, and their runs in processes.
 
-Imports no Keras. What a program can be made of is in `random_models/options.py` and in
-`programs/tables/table_options.py`.
+Imports no Keras. What a program can be made of is in `random_models/options.py`.
 """
 
 import argparse

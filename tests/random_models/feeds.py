@@ -1,5 +1,6 @@
 """A program's data, through every library that Keras reads."""
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -8,8 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import small_models
+import table_models
 from drawing import Program
-from options import BY_TOKEN, LIBRARIES
+from options import LIBRARIES
 from pydatasets import in_batches
 
 _CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
@@ -29,8 +31,10 @@ class Data:
         self._choices = choices
         rng = np.random.default_rng(program.seed)
         rows = choices["rows"] if rows is None else rows
-        self._x = keras.tree.map_structure(lambda each: _values(rng, rows, each), model.input)
-        per_token = (small_models.STEPS,) if choices["model"] in BY_TOKEN else ()
+        values = functools.partial(_values, choices, rng, rows)
+        self._x = keras.tree.map_structure(values, model.input)
+        classes = [] if isinstance(model.output, dict) else model.output.shape
+        per_token = tuple(classes[1:-1])
         self._y = rng.integers(0, small_models.CLASSES, (rows, *per_token)).astype("int32")
         self._weights = rng.uniform(0.5, 1.5, (rows, *per_token)).astype("float32")
         if isinstance(model.output, dict):
@@ -96,8 +100,10 @@ class Data:
         return {"x": _FEEDS[self._kind](tuple(arrays), size, endless)}
 
 
-def _values(rng, rows: int, tensor: Any) -> np.ndarray:
+def _values(choices: dict[str, Any], rng, rows: int, tensor: Any) -> np.ndarray:
     shape = (rows, *tensor.shape[1:])
+    if choices["model"] == "tables":
+        return table_models.ids(choices, rng, shape)
     if "int" not in tensor.dtype:
         return rng.normal(size=shape).astype(keras.config.floatx())
     ids = rng.integers(1, small_models.VOCAB, shape)

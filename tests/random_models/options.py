@@ -20,12 +20,15 @@ ASSIGNED = (
     *("sequential", "experts", "prelu", "moves", "batch_norm"),
 )
 
+# Optimizers under which rows without a gradient stay as they are: "lazy" changes nothing then.
+ROW_WISE = ("sgd", "adagrad", "schedule")
+
 OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
         *("recurrent", "experts", "assigned", "split", "blocks", "nested_masked"),
         *("two_outputs", "augmented", "grouped", "strided", "shifted"),
-        *("moved_rows", "moved_time", "assigned_pair", "deep"),
+        *("moved_rows", "moved_time", "assigned_pair", "deep", "tables"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
@@ -75,6 +78,32 @@ DETAILS: dict[str, dict[str, tuple]] = {
         "devices": ("01", "10", "00"),
         "in_turn": (False, True),
     },
+    "tables": {
+        "of": (
+            *("one", "masked", "two lookups", "two tables", "tied", "tied and flat", "scalar"),
+            *("nested", "regularized", "constrained", "frozen", "lora", "int8", "taken"),
+            *("positions", "penalized", "one_hot", "dropout", "normalized", "sliced"),
+            "twice in turn",
+        ),
+        "width": (8, 16, 24),
+        # How the table lies; `None` leaves that to the layout.
+        "place": (
+            *("rows", "columns", "rows by the last", "rows by all", "rows by all, otherwise"),
+            *("columns by all", "rows and columns", None),
+        ),
+        # How "auto" chooses: by its own rule, or always by width where it is not by rows.
+        "use": ("auto", "width", "width", "rows", "lazy", None),
+        "updates": (
+            *(*ROW_WISE, "momentum", "nesterov", "adam", "amsgrad", "adamw", "rmsprop", "lamb"),
+            *("ftrl", "adadelta", "adafactor", "loss scale"),
+        ),
+        "limit": (
+            *(None, None, "clipnorm", "global_clipnorm", "clipvalue", "ema", "ema at end"),
+            *("accumulation", "decay"),
+        ),
+        "ids": ("random", "equal", "one owner", "distinct"),
+        "ids_dtype": ("int32", "int64", "uint8", "float32"),
+    },
 }
 # Libraries that a machine may lack; a program drawn with one then reads arrays.
 LIBRARIES = {"tf.data": "tensorflow", "torch": "torch", "grain": "grain"}
@@ -121,13 +150,30 @@ def is_legal(choices: dict[str, Any]) -> bool:
         return False  # for inputs that Keras can map or slice
     if not arrays and given("shuffle"):
         return False  # the input's own order
+    if given("model") == "tables" and not _tables_are_legal(choices):
+        return False
     if given("blocks") == "scanned" and given("model") != "blocks":
         return False  # there are none
     if given("input") == "grain" and given("validation") != "none" and _ends_with_an_epoch(choices):
         return False  # Keras fails in the next epoch, whose first step never comes
     # Every operation is compiled alone, for minutes.
-    large = ("masked", "images", "recurrent", "augmented", "strided", "deep", *BY_TOKEN)
+    large = ("masked", "images", "recurrent", "augmented", "strided", "deep", "tables", *BY_TOKEN)
     return not (given("run_eagerly") and given("model") in large)
+
+
+def _tables_are_legal(choices: dict[str, Any]) -> bool:
+    given = choices.get
+    if given("mesh") in ("2x2t2", "t2x4") or given("processes") == 2:
+        return False
+    if given("reduction") == "sum":
+        return False  # at these rates it ends in infinity
+    if given("of") == "tied" and given("weighted") == "class_weight":
+        return False  # one class for a row is needed
+    if given("use") == "lazy":
+        still = given("updates") in (None, *ROW_WISE) and given("limit") in (None, "clipvalue")
+        if not still or given("of") in ("tied", "regularized", "constrained", "penalized"):
+            return False
+    return given("updates") != "adamw" or given("limit") != "decay"  # it has one
 
 
 def _differs(choices: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import replica_loop
 import several
 import small_models
+import table_models
 from comparing import LEAST, gap
 from drawing import Program
 from options import DETAILS
@@ -101,7 +102,11 @@ def results_here(
     keras.utils.set_random_seed(program.seed)
     keras.config.set_dtype_policy(program.choices["policy"])
     try:
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as own:
+        with (
+            warnings.catch_warnings(),
+            tempfile.TemporaryDirectory() as own,
+            table_models.as_chosen(program.choices),
+        ):
             warnings.simplefilter("ignore")
             strategy = _strategy(program) if on_mesh else None
             return _Run(program, strategy, folder or Path(own), nudged).all()
@@ -119,9 +124,12 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
     if layout == "rules":
         axis = "model" if "model" in mesh else "data"
         layout = [(r"(^|/)wide.*/kernel$", (None, axis)), (r"(^|/)narrow.*/kernel$", (axis, None))]
+    options = {"layout": None if layout == "none" else layout}
+    if choices["model"] == "tables":
+        options |= table_models.options(choices, mesh)
     return ktd.TPUStrategy(
         mesh,
-        None if layout == "none" else layout,
+        **options,
         donate_state=choices["donate_state"],
         prefetch=choices["prefetch"],
         shard_optimizer=choices["shard_optimizer"],
@@ -199,11 +207,17 @@ class _Run:
             found = replica_loop.trained(self._program, model, self._strategy, number, EPOCHS)
         else:
             found = self._fitted(data, model)
-        if self._strategy is None and self._choices["optimizer"].startswith("averaged"):
+        averages = self._choices["optimizer"].startswith("averaged")
+        if self._choices["model"] == "tables":
+            averages = str(self._choices["limit"]).startswith("ema")
+        if self._strategy is None and averages:
             # A fit ends with averages as weights, of which stock Keras then holds one array twice.
             for variable in model.variables:
                 variable.assign(np.array(variable.value))
         found |= _state(model)
+        if self._choices["model"] == "tables":
+            slots = [v for v in model.optimizer.variables if "seed" not in v.path]
+            found |= {f"slot {i} {v.path}": v.numpy() for i, v in enumerate(slots)}
         evaluated = model.evaluate(**data.of_evaluate(), verbose=0, return_dict=True)
         found |= {f"evaluate {name}": np.asarray(value) for name, value in evaluated.items()}
         return found | _named("predict", model.predict(**data.of_predict(), verbose=0))
@@ -326,7 +340,8 @@ def _state(model: keras.Model) -> dict[str, np.ndarray]:
 def _compiled(program: Program, strategy: Any) -> keras.Model:
     choices = program.choices
     details = {name: choices[name] for name in DETAILS.get(choices["model"], {})}
-    model = small_models.MODELS[choices["model"]](**details)
+    models = {**small_models.MODELS, "tables": table_models.tables}
+    model = models[choices["model"]](**details)
     if choices["trainer"] == "compute_loss":
         model = small_models.Penalized(model.input, model.output)
     if strategy is not None and choices["blocks"] == "scanned":
@@ -351,8 +366,12 @@ def _compile(program: Program, strategy: Any, model: keras.Model) -> None:
         goal["loss"]["value"] = value
         goal["metrics"]["value"] = ["mae"]
         goal["loss_weights"] = {"class": 1.0, "value": 0.3}
+    if choices["model"] == "tables":
+        optimizer = table_models.optimizer(choices)
+    else:
+        optimizer = _OPTIMIZERS[choices["optimizer"]](_RATES.get(choices["reduction"], 0.1))
     model.compile(
-        _OPTIMIZERS[choices["optimizer"]](_RATES.get(choices["reduction"], 0.1)),
+        optimizer,
         **goal,
         steps_per_execution=steps,
         run_eagerly=choices["run_eagerly"],

@@ -69,6 +69,15 @@ def test_what_failed_before():
 
 
 @pytest.mark.slow
+def test_models_with_tables_equal_one_device():
+    """`python tests/random_models/run.py --given model=tables` draws others."""
+    programs = [drawn(seed, [("model", "tables")]) for seed in (1, 2, 100, 101)]
+    found = run_all(programs, WORKER, processes=1, timeout=600)
+    assert [str(each) for each in found if each.outcome != "right"] == []
+    assert len(found) == len(programs)
+
+
+@pytest.mark.slow
 def test_every_pair_of_options_meets():
     programs = covering([drawn(seed) for seed in range(30)], 1000)
     assert all_pairs() <= set().union(*map(pairs_of, programs))
@@ -83,3 +92,5 @@ def test_a_seed_is_one_program_and_what_is_not_legal_is_said():
     assert drawn(5).choices != drawn(6).choices
     with pytest.raises(ValueError, match="no legal program has"):
         drawn(0, [("model", "split"), ("mesh", "8")])
+    with pytest.raises(ValueError, match="no legal program has"):
+        drawn(0, [("model", "tables"), ("use", "lazy"), ("updates", "adam")])
