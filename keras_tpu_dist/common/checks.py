@@ -200,12 +200,6 @@ def knows_words(kind: type[T]) -> type[T]:
 
 
 def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
-    if owner in ("Checkpoint", "LoopCheckpoint") and name in ("local", "local_every_steps"):
-        return message(
-            f"{name}= of {owner} was removed: checkpoints are in one directory for all processes.",
-            received={name: value},
-            fix=f"Use two {owner}s of different rhythm, with two directories.",
-        )
     instead = tensorflow_names.of_argument(owner, name)
     if instead is not None:
         return message(

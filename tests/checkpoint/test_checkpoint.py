@@ -537,10 +537,3 @@ def test_processes_that_see_other_directories_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "agree", lambda what, fix, value, form=None: [value, []])
     with pytest.raises(ValueError, match=r"see the same.*\[6, 12, 18\] in process 0; \[\] in proc"):
         fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))
-
-
-@pytest.mark.parametrize("made", [ktd.callbacks.Checkpoint, ktd.LoopCheckpoint])
-def test_local_was_removed(made):
-    words = r"local= of \w*Checkpoint was removed.*Received: local='disk'.*two \w*Checkpoints of"
-    with pytest.raises(TypeError, match=words):
-        made("run", local="disk")

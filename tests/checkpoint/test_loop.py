@@ -99,7 +99,7 @@ class Loop:
         self.metric.update_state(y, predicted)
         return loss
 
-    def run(self, saved=None, every=4, cut=None, local_every=None):
+    def run(self, saved=None, every=4, cut=None):
         """Runs to its end, or until it is cut in the middle of a step after so many."""
         noted = {} if saved is None else saved.restore()
         done = noted.get("step", 0)
@@ -112,8 +112,6 @@ class Loop:
                 self.losses[done] = float(self.strategy.reduce("mean", loss))
                 if saved is not None and done % every == 0:
                     saved.save(done, epoch=epoch)
-                if local_every is not None and done % local_every == 0:
-                    saved.save_local(done, epoch=epoch)
             self.rows.assign(self.rows + 1.0)
         return self
 
