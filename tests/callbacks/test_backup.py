@@ -1,13 +1,10 @@
 """Training that is killed in the middle of an epoch and goes on ends with the same weights."""
 
-import pathlib
 import signal
-import subprocess
-import sys
 
 import keras
 import pytest
-from helpers import At, assert_close, built, compiled, data, terminate
+from helpers import assert_close, built, compiled, data, terminate
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
@@ -43,16 +40,16 @@ def build(n=4):
 class Kill(keras.callbacks.Callback):
     """Sends this process SIGTERM in an epoch, while a launch runs."""
 
-    def __init__(self, epoch, batch, times=1):
+    def __init__(self, epoch, batch):
         super().__init__()
-        self.at, self.times = (epoch, batch), times
+        self.at = epoch, batch
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
         if (self.epoch, batch) == self.at:
-            terminate(self.times)
+            terminate()
 
 
 @pytest.fixture
@@ -99,56 +96,6 @@ def _assert_never_stopped(model, history, uninterrupted):
     assert_close(history.history, uninterrupted[1])
 
 
-CHILD = """
-import sys
-sys.path[:0] = {folders!r}
-import conftest, keras, test_backup
-import keras_tpu_dist as ktd
-from helpers import built
-
-class Say(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        print("batch", batch, flush=True)
-        if batch == 11:
-            sys.stdin.readline()
-
-model = built(test_backup.build, ktd.TPUStrategy({{"data": 4, "model": 2}}))
-backup = ktd.callbacks.BackupAndRestore(sys.argv[1])
-model.fit(test_backup.X, test_backup.Y, callbacks=[Say(), backup], **test_backup.FIT)
-"""
-
-
-@pytest.mark.slow
-def test_sigterm_from_outside(tmp_path, uninterrupted):
-    code = CHILD.format(folders=[str(folder) for folder in pathlib.Path(__file__).parents[:2]])
-    command = [sys.executable, "-c", code, str(tmp_path / "backup")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as child:
-
-        def go_on():
-            child.stdin.write("\n")
-            child.stdin.flush()
-
-        # The child waits for us in the third launch of each epoch; in the second it is killed.
-        waits = 0
-        for line in child.stdout:
-            waits += line == "batch 11\n"
-            if waits == 2:
-                break
-            if line == "batch 11\n":
-                go_on()
-        child.send_signal(signal.SIGTERM)
-        go_on()
-        rest = child.stdout.read()
-    assert child.returncode == -signal.SIGTERM
-    assert rest in ("", "batch 15\n")
-    epoch, done = _position(tmp_path / "backup")
-    assert epoch == 1
-    assert done in (12, 16)
-    model, history = _resumed(BackupAndRestore(tmp_path / "backup"))
-    _assert_never_stopped(model, history, uninterrupted)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("epoch", "batch", "saved", "n"),
@@ -166,48 +113,6 @@ def test_sigterm_finishes_the_launch_saves_and_goes_on(
     model, history = _resumed(BackupAndRestore(tmp_path / "backup"), n)
     _assert_never_stopped(model, history, uninterrupted)
     assert not (tmp_path / "backup").exists()
-
-
-@pytest.mark.slow
-def test_a_crash_goes_back_to_the_last_backup(tmp_path, handler, uninterrupted):
-    class Crash(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 11 and int(self.model.optimizer.iterations) > 19:
-                raise OSError("power cut")
-
-    model = built(build, ktd.TPUStrategy())
-    backup = BackupAndRestore(tmp_path / "backup", save_freq=8)
-    with pytest.raises(OSError, match="power cut"):
-        model.fit(X, Y, **FIT, callbacks=[Crash(), backup])
-    # Saved after steps 8 and 16, and by the first launch that ends 8 or more later.
-    assert _position(tmp_path / "backup") == (1, 8)
-    model, history = _resumed(BackupAndRestore(tmp_path / "backup", save_freq=8))
-    _assert_never_stopped(model, history, uninterrupted)
-
-
-def test_a_second_signal_waits_for_the_backup(tmp_path, handler):
-    model = built(build, ktd.TPUStrategy())
-    with pytest.raises(Preempted):
-        model.fit(
-            X, Y, **FIT, callbacks=[Kill(0, 4, times=2), BackupAndRestore(tmp_path / "backup")]
-        )
-    assert int(model.optimizer.iterations) == 8
-    assert _position(tmp_path / "backup") == (0, 8)
-
-
-@pytest.mark.parametrize(
-    "at", [pytest.param("on_epoch_end", marks=pytest.mark.slow), "on_train_end"]
-)
-def test_sigterm_after_the_last_launch_leaves_the_backup(tmp_path, handler, at):
-    model = built(build, ktd.TPUStrategy())
-    with pytest.raises(Preempted):
-        model.fit(
-            X,
-            Y,
-            **{**FIT, "epochs": 1},
-            callbacks=[At(1, terminate, at), BackupAndRestore(tmp_path / "backup")],
-        )
-    assert _steps(tmp_path / "backup") == [19]
 
 
 def test_sigterm_can_be_left_alone(tmp_path, handler):

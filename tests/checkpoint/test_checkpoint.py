@@ -15,7 +15,7 @@ from pydatasets import in_batches
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.store import Store
 
-job = loaded(pathlib.Path(__file__).with_name("job.py"), "checkpoint_job")
+network = loaded(pathlib.Path(__file__).with_name("network.py"), "checkpoint_network").network
 ROWS, BATCH, EPOCHS = 45, 8, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
 Y = X[:, :4]
@@ -36,7 +36,7 @@ INPUTS = {
 def made(strategy, steps=1):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = job.network(0.3)
+        model = network(0.3)
         model.compile(
             keras.optimizers.Adam(0.01), "mse", metrics=["mae"], steps_per_execution=steps
         )
@@ -174,7 +174,7 @@ def test_a_later_run_goes_on_from_the_last_weights_not_from_the_best(stop, where
 
     def run(stop, directory):
         keras.utils.set_random_seed(1)
-        model = job.network(0.3) if where == "stock" else made(ktd.TPUStrategy())
+        model = network(0.3) if where == "stock" else made(ktd.TPUStrategy())
         model.compile(keras.optimizers.SGD(0.3), "mse")
         early = keras.callbacks.EarlyStopping(
             "val_loss", mode="max", patience=9, restore_best_weights=True
@@ -183,7 +183,7 @@ def test_a_later_run_goes_on_from_the_last_weights_not_from_the_best(stop, where
         callbacks = [early, saved, ktd.callbacks.StopAtStep(stop)]
         given = {"validation_data": (X[:9], Y[:9]), "callbacks": callbacks, "shuffle": False}
         model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, **given)
-        last = job.network(0.3)
+        last = network(0.3)
         ktd.restore(last, directory)
         return model.get_weights(), last.get_weights()
 
@@ -219,30 +219,6 @@ def test_saving_that_fails_does_not_end_training(tmp_path, caplog, monkeypatch):
     fit(model, "arrays", ktd.callbacks.Checkpoint(tmp_path, every_steps=5))
     assert caplog.text.count("training goes on without this checkpoint. no space left") == 4
     assert model.optimizer.iterations == EPOCHS * 6
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_ends(tmp_path):
-    ended = []
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: ended.append(1) or (_ for _ in ()).throw(Stop)
-    )
-    try:
-        with pytest.raises(Stop):
-            fit(
-                made(ktd.TPUStrategy()),
-                "arrays",
-                At(4, terminate),
-                ktd.callbacks.Checkpoint(tmp_path),
-            )
-        assert ended == [1]
-        assert ktd.callbacks.Checkpoint(tmp_path).steps == [5]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    whole, again = made(ktd.TPUStrategy()), made(ktd.TPUStrategy())
-    fit(whole, "arrays")
-    fit(again, "arrays", ktd.callbacks.Checkpoint(tmp_path))
-    assert_close(again.get_weights(), whole.get_weights())
 
 
 def averaged(directory, first, *more):
@@ -418,7 +394,7 @@ def test_a_fit_that_fails_before_its_first_epoch_leaves_the_next_alone(tmp_path)
 
 @pytest.mark.parametrize("where", ["stock", "strategy"])
 def test_a_fit_of_no_epoch_saves_nothing_that_a_later_one_would_lose(where, tmp_path):
-    model = job.network(0.3)
+    model = network(0.3)
     if where == "strategy":
         model = made(ktd.TPUStrategy())
     model.compile("adam", "mse")
@@ -459,14 +435,6 @@ def test_epochs_that_are_not_validated_have_nothing_to_be_judged_by(tmp_path):
         model.fit(**arrays, epochs=2, validation_freq=2, callbacks=[saved])
 
 
-def test_a_second_sigterm_does_not_undo_the_first(tmp_path, terminated):
-    saved = ktd.callbacks.Checkpoint(tmp_path, every_epochs=9, keep=None)
-    twice = [At(2, terminate, "on_train_batch_begin") for _ in range(2)]
-    fit(made(ktd.TPUStrategy()), "arrays", saved, *twice)
-    assert terminated == 2 * [signal.SIGTERM]
-    assert saved.steps == [2, 18]
-
-
 @slow
 def test_stock_keras_saves_epochs(tmp_path):
     def stock():
@@ -491,7 +459,7 @@ def test_stock_keras_does_not_go_on_within_an_epoch(tmp_path):
     saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
     with pytest.raises(Stop):
         fit(made(ktd.TPUStrategy()), "arrays", saved, At(3))
-    stock = job.network(0.3)
+    stock = network(0.3)
     stock.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     with pytest.raises(ValueError, match=r"within an epoch needs the loop of a TPU.*batches=2"):
         fit(stock, "arrays", ktd.callbacks.Checkpoint(tmp_path))

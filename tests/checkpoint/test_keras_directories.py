@@ -74,26 +74,6 @@ def test_many_layers_without_names_keep_their_order(tmp_path):
     assert_close(again.get_weights(), one.get_weights())
 
 
-def test_another_model_is_one_error(tmp_path):
-    one = written("stock", tmp_path)
-    wider = made("stock", lambda: mlp(classes=9))
-    before = wider.get_weights()
-    with pytest.raises(
-        ValueError, match=r"must have exactly the weights of this model.*of another shape"
-    ) as e:
-        ktd.restore(wider, tmp_path)
-    assert "(32, 9), saved as (32, 8)" in str(e.value)
-    named = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, name="heat")])
-    with pytest.raises(ValueError, match=r"missing '\S*heat/kernel' Did you mean '\S*head/kernel'"):
-        ktd.restore(named, tmp_path)
-    assert_close(wider.get_weights(), before)
-    report = ktd.restore(wider, tmp_path, exclude="*/head/*")
-    assert len(report.kept) == 2
-    assert_close(wider.get_weights()[:-2], one.get_weights()[:-2])
-    with pytest.raises(ktd.CheckpointError, match=r"no checkpoint 7 in .*There are: \[0, 1\]"):
-        ktd.restore(wider, tmp_path, step=7)
-
-
 @slow
 def test_frozen_then_and_trained_now(tmp_path):
     # Keras files weights by whether they trained; its own loading leaves out those that changed.

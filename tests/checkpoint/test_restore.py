@@ -98,32 +98,6 @@ def test_frozen_layers_with_other_numbers_get_their_own_weights(source, target, 
         assert_close(slot.numpy(), np.zeros(slot.shape) if saved is None else saved.numpy())
 
 
-class SharedName(keras.layers.Layer):
-    """Two layers of one name in a third: their weights have the same paths."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [keras.layers.Dense(8, name="proj") for _ in range(2)]
-
-    def build(self, shape):
-        for each in self.parts:
-            each.build(shape)
-        self.built = True
-
-    def call(self, x):
-        return self.parts[0](x) + keras.ops.tanh(self.parts[1](x))
-
-
-def test_weights_that_share_a_path_get_each_their_own_slots(tmp_path):
-    def build():
-        return keras.Sequential([keras.Input((16,)), SharedName()])
-
-    one = trained("data", tmp_path, build)
-    again = made("fsdp", build)
-    assert ktd.restore(again, tmp_path).optimizer
-    assert_close(numbers(again), numbers(one))
-
-
 def two_of_one_name(frozen=None):
     """Two models with a layer of one name, whose weights have the same paths, in a third."""
 
@@ -270,16 +244,6 @@ def test_a_file_that_is_no_file_of_keras(tmp_path):
         ktd.restore(made("stock"), tmp_path / "a.keras")
     with pytest.raises(ValueError, match=r"has one state.*step=3"):
         ktd.restore(made("stock"), tmp_path / "a.keras", step=3)
-
-
-@pytest.mark.slow
-def test_names_of_before(tmp_path):
-    one, other = trained("data", tmp_path), made("data")
-    path = one.weights[0].path
-    with pytest.raises(ValueError, match="unexpected 'moved/kernel'"):
-        ktd.restore(other, tmp_path, rename={f"^{path}$": "moved/kernel"})
-    assert ktd.restore(other, tmp_path, rename={"^moved": "there"}).step == 8
-    assert ktd.restore(other, tmp_path, rename=iter([("^moved", "there")])).step == 8
 
 
 def test_no_checkpoint_no_model(tmp_path):

@@ -13,7 +13,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.checkpoint.store import Store
 
-job = loaded(pathlib.Path(__file__).with_name("job.py"), "checkpoint_job")
+network = loaded(pathlib.Path(__file__).with_name("network.py"), "checkpoint_network").network
 ROWS, BATCH, EPOCHS = 45, 8, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
 Y = X[:, :4]
@@ -89,7 +89,7 @@ def made(strategy, steps=1, unbuilt=False):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = job.network(0.3)
+        model = network(0.3)
         layers = model.layers
         model = keras.Sequential([*([] if unbuilt else [keras.Input((12,))]), Traced(), *layers])
         model.compile(
