@@ -63,11 +63,6 @@ class Projection:
     output_dims: tuple[int | None, ...] = ()
 
     @property
-    def in_sizes(self) -> tuple[int, ...]:
-        """The sizes of the summed dimensions."""
-        return tuple(self.sizes[dim] for dim in self.ins)
-
-    @property
     def out_sizes(self) -> tuple[int, ...]:
         """The sizes of the feature dimensions."""
         return tuple(self.sizes[dim] for dim in self.outs)
