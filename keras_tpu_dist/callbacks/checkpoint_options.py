@@ -10,8 +10,6 @@ class SaveWhen:
     """When a fit saves, besides its end. `None` for an interval that does not count.
 
     Attributes:
-        every_steps: Train steps between two checkpoints.
-        every_minutes: Minutes between two checkpoints.
         every_epochs: Epochs between two checkpoints; 1 if no other interval is given.
     """
 
@@ -29,9 +27,6 @@ class CheckpointOptions:
     """The arguments of `Checkpoint`; see there.
 
     Attributes:
-        path: The directory.
-        when: When it saves.
-        keep: Which checkpoints stay.
         asynchronous: See `Checkpoint`.
         resume: See `Checkpoint`.
         overwrite: See `Checkpoint`.

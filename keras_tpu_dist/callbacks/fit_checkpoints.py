@@ -53,12 +53,8 @@ class Fit:
     """The fit that a `Checkpoint` belongs to.
 
     Attributes:
-        trainer: The model that trains.
-        callbacks: The other callbacks.
         control: The controls of the strategy's loop; `None` in stock Keras.
         epochs: The epoch before which the fit ends, from 0.
-        steps: Steps in an epoch, if known.
-        validation_freq: Which epochs are validated.
     """
 
     trainer: Any
@@ -74,11 +70,9 @@ class TrainingPlace:
     """The current position of training.
 
     Attributes:
-        step: Train steps of the run.
         epoch: The epoch, from 0.
         done: How many batches of the epoch were trained.
         resumed_at: How many of them were trained before the fit started.
-        saved_step: The step of the newest checkpoint.
         logs: The logs of the epoch, once it has ended.
         history: The record of the epochs before.
         standing: The state after the last launch.
@@ -101,9 +95,6 @@ class Due:
     """When the next checkpoint of a fit is due.
 
     Attributes:
-        when: When to save.
-        steps: Train steps since the last checkpoint.
-        launches: Launches of the fit.
         saved_at_s: When the last checkpoint was saved, or the fit started.
     """
 
@@ -148,8 +139,6 @@ class Resumed:
         manifest: The loaded checkpoint; `None` if another callback loaded it.
         history_at_end: The record of a fit that had nothing left to do.
         variables: The model's variables with the loaded values.
-        arrays: The arrays of the callbacks' state.
-        position: The position in the input.
     """
 
     epoch: int
@@ -164,15 +153,10 @@ class FitCheckpoints:
     """The checkpoints of one fit in one directory.
 
     Attributes:
-        store: The directory of checkpoints.
         run: The name of the run, or `""` before it has one.
-        place: The current position of training.
-        due: When the next checkpoint is due.
         resumed: The state that the fit resumes from, until its first epoch has started.
-        has_ended: Whether the fit ran to its end.
 
     Raises:
-        ValueError: If an option needs the loop of a strategy and there is none.
         NotImplementedError: If one of several processes trains on its own devices alone.
     """
 
@@ -379,8 +363,6 @@ class FitCheckpoints:
         """Saves a checkpoint, unless this step has one.
 
         Args:
-            epoch: The epoch in which a run resumes.
-            done: How many batches of it are done.
             standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
         """
@@ -505,7 +487,6 @@ def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -
     Args:
         control: The controls of the strategy's loop, `None` in stock Keras.
         rule: The first words of the message, such as "Resuming within an epoch needs".
-        fix: The fix for users who stay with stock Keras.
         **asked: The options that need the loop, by name; `None` and 0 do not.
     """
     received = {name: value for name, value in asked.items() if value}

@@ -25,16 +25,11 @@ def worth(
     """The value of an epoch by its logs; NaN is the worst value.
 
     Args:
-        monitor: A name in the logs, or `None`.
         mode: `"min"` or `"max"`.
-        logs: The logs of the epoch.
         may_lack: Whether the name may be missing, as in an epoch without validation.
 
     Returns:
         The value, or `None` if nothing is monitored, or the name is missing and may be.
-
-    Raises:
-        ValueError: If the name is missing and must not be.
     """
     if monitor is None or (may_lack and monitor not in logs):
         return None

@@ -27,9 +27,6 @@ class _Counts:
     """What was made of an epoch.
 
     Attributes:
-        steps: Train steps.
-        rows: Rows of all devices.
-        tokens: Tokens of all devices.
         flops: Operations of the matrix products, by the model's formula.
         seconds: The time that the steps took, with waiting for input.
         waited: How much of that devices waited for input.

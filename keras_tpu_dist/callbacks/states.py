@@ -51,10 +51,7 @@ def give_back(
     on.
 
     Args:
-        callbacks: The callbacks of the fit that resumes.
         states: The result of `states_of` for the callbacks of the fit that ended.
-        arrays: The arrays that it returned.
-        say: Whether to log which callbacks get nothing.
     """
     here = numbered([type(callback).__name__ for callback in _that_know(callbacks)])
     there = numbered([state["class"] for state in states])
@@ -199,10 +196,7 @@ class Standing:
 
     Attributes:
         states: The states of callbacks. See `states_of`.
-        arrays: The arrays in them.
         history: The record of the epochs that have ended.
-        global_seed: Keras's global random state.
-        stopped: Whether training stops here.
     """
 
     states: list[dict[str, Any]]
@@ -236,8 +230,6 @@ def standing_of(
     """The current state of training.
 
     Args:
-        model: The model that trains.
-        callbacks: The callbacks whose states are saved.
         history: The record of the epochs that have ended, if already known.
         variables: Variables of the training state, if callbacks may change them before they are
             saved.

@@ -31,13 +31,7 @@ def load_values(layer: Any, values: Mapping[str, Any], where: str, models: Seque
     """Lets a layer load all of its state from a file of Keras.
 
     Args:
-        layer: The layer.
-        values: What it saved.
-        where: The file, for errors.
         models: The models whose programs may have what it keeps.
-
-    Raises:
-        ValueError: If the layer does not take it.
     """
     with taking(layer, where) as changed:
         layer.load_own_variables(dict(values))
@@ -64,11 +58,7 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
 
 
 def rows_beside(models: Sequence[Any]) -> list[list[tuple[str, Entry, Any]]]:
-    """The arrays that the layers of models keep beside their variables, for a snapshot.
-
-    Returns:
-        For each model, the kind, the entry, and the array of each.
-    """
+    """The arrays that the layers of models keep beside their variables, for a snapshot."""
     rows: list[list[tuple[str, Entry, Any]]] = [[] for _ in models]
     for number, layer, path, nth in _numbered(models):
         for name, array in values_beside(layer).items():
@@ -100,16 +90,12 @@ def load_beside(
     """Lets layers load their state, after their variables.
 
     Args:
-        models: The models.
-        manifest: The checkpoint's manifest.
         load: Reads arrays of it. See `Store.load`.
         loaded: The variables that were loaded; layers of which none was are left alone.
-        where: The checkpoint, for errors.
         rename: See `restore`.
         among: For each model, its number among those that a loop saved; none if it is all of them.
 
     Raises:
-        ValueError: If a layer does not take what was saved.
         CheckpointError: If an array cannot be read.
     """
     ids = {id(variable) for variable in loaded}

@@ -70,9 +70,7 @@ def follow_compiled(
     the one with which the run began is what you want now.
 
     Args:
-        optimizer: The optimizer.
         compiled: How it was compiled, noted before loading.
-        trained: Whether it had trained then.
         saved: `CompiledOptimizer.to_dict` of the run that was saved; `None` if it is unknown.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

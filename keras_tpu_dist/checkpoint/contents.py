@@ -25,10 +25,7 @@ class CheckpointRow:
     """One checkpoint.
 
     Attributes:
-        step: Its step.
         epoch: The epoch in which training resumes, from 1.
-        batches: The completed batches of that epoch.
-        parameters: The number of elements in its weights.
         bytes: The bytes of the weights and the optimizer's state.
         written: The time, program versions and mesh of its writing.
         problem: Why it cannot be read, or `""`.
@@ -48,7 +45,6 @@ class Contents(Printed):
     """The contents of a directory of checkpoints.
 
     Attributes:
-        directory: The directory.
         rows: One row per checkpoint, the newest last.
     """
 
@@ -74,7 +70,6 @@ class Difference(Printed):
         only_first: Paths that are missing in the second checkpoint.
         only_second: Paths that are missing in the first checkpoint.
         changed: Paths of arrays that differ, with the difference.
-        same: The number of equal arrays.
     """
 
     only_first: tuple[str, ...]

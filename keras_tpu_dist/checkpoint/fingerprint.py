@@ -25,9 +25,6 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
     mesh, and a flipped bit always changes it. The devices of the array compute it, and NumPy for an
     array in host memory.
 
-    Args:
-        arrays: JAX or NumPy arrays, with any dtype of JAX.
-
     Example:
 
     >>> import jax.numpy as jnp

@@ -43,7 +43,6 @@ class Known:
     """The facts that decide whether a checkpoint is kept.
 
     Attributes:
-        whole: Whether its manifest can be read.
         finite: Whether all numbers of its weights are finite.
         metrics: Metrics to choose the best checkpoint by.
         at_s: The time of its writing, in seconds since 1970; that of its manifest's file if it
@@ -142,10 +141,6 @@ def whole_steps(root: Any, local: bool) -> list[int]:
     """The steps with a complete checkpoint, in order of their numbers.
 
     A directory with the name of a step that is not complete is reported in the log.
-
-    Args:
-        root: The directory.
-        local: Whether it is a directory and not a bucket.
     """
     if local:
         names = [path.name for path in root.iterdir()] if root.is_dir() else []
@@ -272,7 +267,6 @@ def settle(root: Any, run_of: Callable[[Any], str | None], *, overwrites: bool =
     that run overwrites it.
 
     Args:
-        root: The directory of checkpoints.
         run_of: A function from a checkpoint's directory to its run, if known.
         overwrites: Whether checkpoints of other runs are deleted.
     """

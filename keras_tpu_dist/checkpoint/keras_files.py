@@ -66,14 +66,11 @@ def load_file(
     nothing to rename.
 
     Args:
-        model: A built model.
-        path: The file.
         strict: See `restore`.
         exclude: See `restore`; the patterns are for the model's paths.
         alone: Whether this process reads without the others, if there are several.
 
     Raises:
-        ValueError: If the file does not fit.
         CheckpointError: In all processes, if one cannot read it.
     """
     name = os.fspath(path)

@@ -66,8 +66,6 @@ class Saved:
     """One array of a checkpoint.
 
     Attributes:
-        entry: Its description.
-        key: Its name in the store.
         fingerprint: The fingerprint of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
         axes: For every dimension, the mesh axes that split it when it was written.
     """
@@ -135,8 +133,6 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
 
     Args:
         data: The result of `Manifest.to_json`.
-        where: The checkpoint, for errors.
-        step: The checkpoint's step, by the name of its directory.
 
     Raises:
         CheckpointError: If it has a newer version, was changed since it was written, or is that of

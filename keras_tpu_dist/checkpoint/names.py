@@ -26,7 +26,6 @@ class Entry:
     Attributes:
         path: The variable's path; for an optimizer's slot, the path of its weight.
         shape: Its shape.
-        dtype: Its dtype.
         slot: The name of the optimizer's slot, else `""`.
         nth: The number of weights with the same path before it in the model, trainable or not; for
             a slot, the number of its weight.
@@ -50,7 +49,6 @@ class Matching:
         reshaped: Pairs with the same name and different shapes, or with integers on one side only,
             such as a quantized kernel; as text.
         renamed: A dict from the saved path to the model's, if only Keras's numbers differ.
-        kept: Paths of excluded variables.
     """
 
     pairs: dict[int, int] = field(default_factory=dict)
@@ -121,21 +119,13 @@ def slot_entry(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Ent
     """The entry of an optimizer's slot.
 
     Args:
-        slot: The variable.
-        name: The slot's name.
-        weight: Its weight.
         nth: For weights by `id`, the number of weights with the same path before them.
     """
     return replace(entry_of(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
 
 
 def check_excluded(exclude: Iterable[str], paths: Iterable[str]) -> None:
-    """Raises a `ValueError` if a pattern of `exclude` matches nothing.
-
-    Args:
-        exclude: The patterns.
-        paths: The paths of the model's variables and of the saved arrays.
-    """
+    """Raises a `ValueError` if a pattern of `exclude` matches nothing."""
     check_matched(
         exclude,
         paths,
@@ -161,8 +151,6 @@ def match(
     in a name that the user gave is part of the name.
 
     Args:
-        here: The entries of the variables.
-        saved: The entries of the saved arrays.
         automatic: The names that Keras gave; see `automatic_names`.
         automatic_there: Those of the program that saved; `None` if unknown: then names that differ
             from one in `automatic` by the number only.
@@ -215,8 +203,6 @@ def follow(
     """Finds the saved slot of every slot, by its weight.
 
     Args:
-        here: The entries of the slots.
-        saved: The entries of the saved slots.
         weights: A dict from a weight of the model to the saved one, both by path and `nth`.
 
     Returns:

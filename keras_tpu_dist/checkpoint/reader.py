@@ -52,12 +52,7 @@ class CheckpointReader:
     """The checkpoints of a directory, to read.
 
     Args:
-        directory: The directory.
         alone: Whether this process reads without the others, if there are several.
-
-    Attributes:
-        directory: The directory's absolute path.
-        alone: See above.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -182,7 +177,6 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: In all processes, if one cannot read it.
-            ValueError: If they read different ones.
         """
         return in_all(
             f"reading the manifest of checkpoint {step} of {self.directory}",
@@ -193,10 +187,6 @@ class CheckpointReader:
 
     def manifest(self, step: int, name: str = "") -> Manifest:
         """The manifest of a step's checkpoint.
-
-        Args:
-            step: The step.
-            name: The name of its directory, if that is not the step.
 
         Raises:
             CheckpointError: If it cannot be read.
@@ -212,7 +202,6 @@ class CheckpointReader:
         """Reads arrays directly into their shards, and checks their values.
 
         Args:
-            step: The step.
             wanted: For every array its saved description, its new sharding (`None` for a host
                 array), and its dtype.
 
@@ -292,9 +281,7 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
     Orbax and TensorStore raise a dozen kinds of errors for a full disk or a damaged file.
 
     Args:
-        directory: The directory of checkpoints.
         what: The action, for the error: `"read"`, `"written"`, `"opened"`.
-        step: The step of the checkpoint, if there is one.
     """
     try:
         yield
@@ -325,9 +312,6 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
     Orbax allocates arrays with their shapes in the store, and TensorStore decompresses whole
     chunks, which may be larger than their arrays.
-
-    Raises:
-        ValueError: If the store differs from the manifest.
     """
     for saved in wanted:
         found, entry = stored.get(saved.key), saved.entry
@@ -344,11 +328,7 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
 
 def check_files(directory: str, name: str) -> None:
-    """Checks the sizes of files before they are read into memory: all except the arrays' values.
-
-    Raises:
-        ValueError: If one is too large, or not a regular file.
-    """
+    """Checks the sizes of files before they are read into memory: all except the arrays' values."""
     if not is_local(directory):
         return
     for path, folders, names in os.walk(os.path.join(directory, name)):

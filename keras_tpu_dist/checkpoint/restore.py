@@ -134,16 +134,12 @@ def load_newest(
     """Loads the newest complete checkpoint, or that of a step. See `restore`.
 
     Args:
-        model: The model.
-        reader: The checkpoints.
-        step: The step, or `None`.
         strict: See `restore`.
         exclude: See `restore`.
         rename: See `restore`.
         needs: The entries that the manifest's `training` must have.
 
     Raises:
-        ValueError: See `restore`.
         CheckpointError: If none can be read.
     """
     _check_built(model)
@@ -226,11 +222,6 @@ def _load(
 
 def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]]) -> None:
     """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
-
-    Args:
-        reader: The checkpoints.
-        step: The checkpoint's step.
-        chosen: Saved arrays, with the variables that they are for.
 
     Raises:
         CheckpointError: If one cannot be read.

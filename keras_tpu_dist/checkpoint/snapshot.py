@@ -32,9 +32,7 @@ def snapshot(
     """The arrays of a model's training state on the devices, and their manifest.
 
     Args:
-        model: A built model.
         training: The state of training; plain data.
-        extra: Further host arrays of the state, by name.
         state_of: A function from the model to its variables with their entries, by kind.
         objects: The objects whose variables these are, if not the model's alone.
 

@@ -59,7 +59,6 @@ class Store(CheckpointReader):
 
     Args:
         directory: The directory; it is created if missing.
-        keep: Which checkpoints stay.
         overwrites: Whether checkpoints of another run are deleted, and not set aside, once this run
             has a complete one.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
@@ -136,7 +135,6 @@ class Store(CheckpointReader):
         Args:
             step: Its number; an older checkpoint with this number is deleted when this one is
                 complete.
-            arrays: The arrays by key.
             manifest: A function that returns their description; called in the background.
 
         Raises:
@@ -420,11 +418,7 @@ def logged(write: Callable[[], None]) -> bool:
 
 
 def finish(write: Callable[[], None]) -> None:
-    """Like `logged`, for the last checkpoint.
-
-    Args:
-        write: The function; it raises a `CheckpointError` if it fails.
-    """
+    """Like `logged`, for the last checkpoint."""
     try:
         write()
     except CheckpointError as error:

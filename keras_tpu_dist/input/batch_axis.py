@@ -16,14 +16,7 @@ _without_sparse_arrays: set[Any] = set()
 
 
 def checked_batch_axis(batch_axis: Any) -> Any:
-    """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts.
-
-    Returns:
-        The structure, its lists as tuples.
-
-    Raises:
-        ValueError: If an entry is neither `None` nor an integer of 0 or more.
-    """
+    """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts."""
     if isinstance(batch_axis, Mapping):
         return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
     if isinstance(batch_axis, (tuple, list)):
@@ -83,13 +76,9 @@ def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:
         batch_axis: The result of `checked_batch_axis`: an entry for all arrays, or a structure of
             entries; arrays missing in a dict or the tuple `(x, y, sample_weight)` have batch axis
             0.
-        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
 
     Returns:
         The axes; `None` for an array without a batch.
-
-    Raises:
-        ValueError: If the structure of `batch_axis` is not a prefix of the batch's.
     """
     top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
     if isinstance(batch_axis, Mapping):

@@ -27,11 +27,7 @@ def copied(batch: Any) -> Any:
 
 
 def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
-    """The number of rows of an array of a batch.
-
-    Raises:
-        ValueError: If it has no such dimension, has no rows, or is not numeric.
-    """
+    """The number of rows of an array of a batch."""
     check_numbers(name, leaf)
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
     if axis >= leaf.ndim:
@@ -78,11 +74,7 @@ def check_numbers(name: str, leaf: Any) -> None:
 
 
 def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> None:
-    """Raises if two arrays of a batch have different numbers of rows.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """Raises if two arrays of a batch have different numbers of rows."""
     if rows == first[1]:
         return
     raise value_error(
@@ -98,8 +90,6 @@ def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
     """A host array with zeros added at the end of a dimension, up to a size.
 
     Args:
-        leaf: An array, or an object that NumPy can convert to one.
-        axis: The dimension to extend.
         size: The new length of this dimension, at least its old one.
     """
     host = np.asarray(leaf)

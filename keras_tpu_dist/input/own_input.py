@@ -47,7 +47,6 @@ class ShardBatch:
 
     Attributes:
         batch: The structure of host arrays; they may have no rows.
-        rows: The number of rows of every input shard.
     """
 
     batch: Any
@@ -94,7 +93,6 @@ class OwnInput:
 
         Args:
             num_batches: How many batches this process has, or `None` if it does not know.
-            ragged: Whether its last one is smaller.
         """
         answers = agree("the number of batches", _FIX, [num_batches, ragged], [(int, None), bool])
         numbers = [number for number, _ in answers]
@@ -108,7 +106,6 @@ class OwnInput:
         """The batches of this process, step by step, until the input of all processes has ended.
 
         Args:
-            batches: This process's host batches.
             steps_per_epoch: Batches beyond which nothing is read before they were used.
             may_be_empty: Whether it is allowed that no process has a batch.
             ValueError: On all processes, if their batches do not fit together, or none has any.
@@ -269,9 +266,6 @@ def described_structure(node: Any) -> Any:
 
     Args:
         node: The batch, or a part of it: a tuple, list, dict, `None`, or an array.
-
-    Raises:
-        ValueError: If it is another container.
     """
     if node is None:
         return None

@@ -27,7 +27,6 @@ class InputPosition:
     Attributes:
         start: The state of NumPy's and Python's random numbers before the first batch was read:
             Keras 3.15 shuffles arrays with the one and `PyDataset`s with the other.
-        now: Their state at this position.
         made: How many batches of the input were used for training.
         done: How many of these belong to the running epoch.
         state: The input's own state, as plain data; `None` if it has none.
@@ -141,7 +140,6 @@ class Progress:
 
         Args:
             position: The position of an iterator over the same input in an earlier process.
-            begins: Whether that is its beginning.
 
         Returns:
             Whether the input is there now: after all batches that were handed out before.
@@ -160,11 +158,7 @@ class Progress:
             _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
 
     def position(self, done: int) -> InputPosition:
-        """The current position of training in the input.
-
-        Args:
-            done: The number of steps that ran in the current epoch.
-        """
+        """The current position of training in the input."""
         now, epoch = random_numbers(), _keras.shuffling_epoch(self._data_adapter)
         if epoch is not None and self._newest_epoch is not None and not done:
             # Keras does not count an epoch that a callback ends.
@@ -370,7 +364,6 @@ def set_state(batches: Any, state: dict[str, str]) -> bool:
     """Moves an iterator to the position of another one over the same input.
 
     Args:
-        batches: The iterator.
         state: The result of `state_of` for the other.
 
     Returns:

@@ -69,7 +69,6 @@ class InputShards:
     Attributes:
         blocks: For every input shard, the parts of the batch on its processes, in the order of the
             mesh's data axes.
-        processes: For every input shard, its processes.
         own: The number of this process's input shard.
     """
 
@@ -88,11 +87,7 @@ class InputShards:
         return sum(map(len, self.blocks))
 
     def of(self, batch_size: int) -> int:
-        """The rows of a global batch that this process provides.
-
-        Raises:
-            ValueError: If there are fewer rows than input shards.
-        """
+        """The rows of a global batch that this process provides."""
         count = len(self.blocks)
         if batch_size < count:
             raise value_error(
@@ -141,8 +136,6 @@ def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Inp
 
     Args:
         processes: The process of every device, in the shape of the mesh.
-        axes: The dimensions that split the batch, the first the outermost.
-        own: This process.
 
     Returns:
         The shards, or `None` if processes cannot provide their own rows on this mesh.

@@ -46,9 +46,6 @@ class _Update:
 
     Attributes:
         program: A function from mean gradients, values and the other arrays to the new values.
-        steps: The number of small batches.
-        gradients: The number of gradients.
-        values: The number of values.
     """
 
     program: Callable
@@ -91,10 +88,7 @@ class _Sum:
     """The gradient of one weight, which is added up on each device.
 
     Attributes:
-        number: Its number among the gradients.
-        local: How it is computed as parts.
         place: The position in the state of the variable in which Keras adds gradients up.
-        dtype: The dtype of that variable.
         total: The gradient, with the layout of that variable.
     """
 
@@ -248,7 +242,6 @@ class _StepOfLaunch:
 
         Args:
             leaves: The arrays of the state after the last batch.
-            parts: The parts.
             is_done: Whether the last batch was that of an update.
         """
         before = [leaves[each.place] for each in self._sums]
@@ -267,7 +260,6 @@ class _StepOfLaunch:
         """The step's results, the parts with those of this batch, and whether it was the last.
 
         Args:
-            given: The step's inputs.
             parts: The parts of the batches before.
             is_first: Whether these are parts of an update that is done.
         """

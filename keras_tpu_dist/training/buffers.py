@@ -88,7 +88,6 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
     """Replaces some values by copies, in the list and in the variables.
 
     Args:
-        variables: The variables.
         values: Their values; updated.
         which: The positions of values that something else may hold too.
     """

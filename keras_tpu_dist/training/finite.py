@@ -80,9 +80,6 @@ class FiniteWatch:
             checked.
         health: Whether all was finite, and the number of steps, which the steps pass on beside the
             state; `None` before the first.
-
-    Raises:
-        ValueError: If a trainable variable is not finite already.
     """
 
     def __init__(self, trainer: Any, on_found: Callable[[NonFinite], None]):

@@ -25,10 +25,8 @@ class FitControl:
         after_launch: Called after every launch with its number of steps; `Checkpoint` sets it.
         after_other_launch: Called after launches in this thread that are not the fit's own: those
             of its validation and of its callbacks; `Checkpoint` sets it.
-        input: The input of the last launches, or `None`.
         on_launch: Called after every launch as `on_launch(step, steps, batch, outputs)`, for
             callbacks that only observe.
-        outputs: The outputs of the last launch.
         step: The train steps in the model's life, if a callback observes.
         at_end: Called when the fit ends, also by an exception; `Profile` adds to it.
     """
@@ -93,11 +91,7 @@ class FitControl:
             iterator.begin_at(position)
 
     def input_position(self, done: int) -> InputPosition | None:
-        """The position in the input, or `None` before the first step.
-
-        Args:
-            done: The number of steps that ran in the current epoch.
-        """
+        """The position in the input, or `None` before the first step."""
         return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:

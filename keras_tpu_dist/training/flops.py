@@ -19,9 +19,7 @@ def forward_pass(
     """The forward pass of a model as a function of its weights and inputs.
 
     Args:
-        model: The model, built.
         batch: `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
-        training: Whether it runs as in training.
 
     Returns:
         `(trainable, non_trainable, x) -> outputs`, and its arguments as `jax.ShapeDtypeStruct`.
@@ -45,8 +43,6 @@ def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
     """Operations of a step's matrix products by the model's formula, without recomputation.
 
     Args:
-        model: The model, built.
-        batch: `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
         mode: `"train"`, `"evaluate"` or `"predict"`.
     """
     with plain_operations():

@@ -20,7 +20,6 @@ class Generation:
 
     Args:
         model: A language model of KerasHub, or one with the same methods.
-        strategy: Its strategy.
     """
 
     def __init__(self, model: Any, strategy: Strategy):
@@ -42,7 +41,6 @@ class Generation:
         Args:
             inputs: The inputs of `generate_step`, such as `token_ids` and `padding_mask` of shape
                 `(batch, time)`; any number of rows.
-            stop_token_ids: Tokens that end a row, or `None`.
         """
         model, strategy = self._model, self._strategy
         stops = None if stop_token_ids is None else tuple(int(i) for i in stop_token_ids)
@@ -67,13 +65,7 @@ class Generation:
 def generate_step(
     model: Any, placer: BatchPlacer, stop_token_ids: tuple[int, ...] | None
 ) -> Callable[[Any, PlacedBatch], tuple[Any, list]]:
-    """The model's own step as a function, `(state, batch) -> (outputs, sampler's state)`.
-
-    Args:
-        model: A model that generates.
-        placer: Trims batches in the program.
-        stop_token_ids: Tokens that end a row, or `None`.
-    """
+    """The model's own step as a function, `(state, batch) -> (outputs, sampler's state)`."""
     sampler = _keras.sampler_variables(model)
     groups = (sampler, *_state_variables(model))
     replicated = named_sharding(placer.mesh)

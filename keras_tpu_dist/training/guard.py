@@ -229,11 +229,7 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
 @contextlib.contextmanager
 def interrupts_held(may_interrupt: Callable[[], bool]):
-    """Delays Ctrl-C while the only complete state is the result of an unfinished call.
-
-    Args:
-        may_interrupt: Whether an interrupt would lose nothing now.
-    """
+    """Delays Ctrl-C while the only complete state is the result of an unfinished call."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -262,7 +258,6 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
         setting: `True` (none), `False` (at least two), or `"auto"`: as many as fit in 10 % of the
             device's memory (8 MiB if that is unknown), at most 4 (32 on CPU), and none if not even
             two fit or there are more than 64 variables.
-        variables: The variables of the training state.
 
     Returns:
         The number; 0 means that a train step consumes its input state.
@@ -280,9 +275,6 @@ def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int
         setting: `True`, `False` or `"auto"`.
         sizes: The bytes of every variable on one device.
         memory_bytes: The device's memory, or `None` if unknown.
-
-    Returns:
-        The number; 0 means that a train step consumes its input state.
     """
     if setting is True or (setting == "auto" and len(sizes) > _MOST_VARIABLES_KEPT):
         return 0

@@ -37,7 +37,6 @@ class Rest:
     """A summand of a gradient that is not a sum over rows, such as that of a regularizer.
 
     Attributes:
-        value: The value.
         path: The linear operations between it and the gradient, in order, and the operand of each
             that comes from the value.
     """
@@ -66,7 +65,6 @@ class LocalSum:
     """A gradient as parts.
 
     Attributes:
-        rest: Summands that are not in the parts.
         instead: The replacements of the operations that compute it.
     """
 
@@ -78,9 +76,7 @@ class LocalSums:
     """Finds gradients that can be computed as parts.
 
     Args:
-        graph: The step.
         spread: Which mesh axes may split which dimension of the step's values.
-        axes: The mesh axes that split the batch.
         rows: The numbers of rows of the batch's arrays.
     """
 
@@ -237,7 +233,6 @@ class Total:
     Attributes:
         scope: The layer whose gradient it is, for profiles.
         shape: Its shape.
-        layout: Its layout.
     """
 
     scope: str
@@ -268,9 +263,6 @@ def added_up(
 
     Args:
         parts: Arrays of one part for each device, the same number as `totals`.
-        totals: The results.
-        axes: The mesh axes that split the batch.
-        mesh: The mesh.
     """
     scattered = [total.scattered(axes) for total in totals]
 

@@ -42,9 +42,6 @@ def mesh_of(recipe: Any) -> Any:
 
     Args:
         recipe: The result of `mesh_recipe`; without device ids it is returned unchanged.
-
-    Raises:
-        ValueError: If a device does not exist here.
     """
     if not isinstance(recipe, tuple):
         return recipe
@@ -88,7 +85,6 @@ def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
     Args:
         recipe: The result of `layout_recipe`.
         mesh: A mesh, in any form that `TPUStrategy` takes.
-        topology: The slice of the mesh, if it is not attached.
     """
     if not isinstance(recipe, tuple):
         return recipe

@@ -45,9 +45,6 @@ class Trace:
         """Writes what is to be known beside the trace.
 
         Args:
-            last: The last step of it.
-            asked: The steps that were asked for.
-            model: The model.
             texts: Names and texts of the programs that ran. Defaults to all train steps of this
                 process.
         """

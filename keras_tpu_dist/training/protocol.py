@@ -24,7 +24,6 @@ class ModelRunner(Protocol):
     """The part of a strategy's runner that other packages use.
 
     Attributes:
-        prefetch: The number of batches to transfer ahead.
         compiler_options: The `compiler_options` of `jax.jit`.
     """
 
@@ -46,7 +45,6 @@ class ModelRunner(Protocol):
         """The values of a model's variables, as a step takes them.
 
         Args:
-            model: The model whose state it is.
             groups: Lists of its variables, in the order of the state.
         """
         ...
@@ -60,9 +58,7 @@ class Strategy(Protocol):
     """The parts and properties of a `TPUStrategy`.
 
     Attributes:
-        options: Its options besides mesh and layout.
         layouts: Decides the layouts of variables and outputs.
-        placer: Transfers batches to the mesh.
         remat: Which layers are recomputed in the backward pass.
     """
 

@@ -43,9 +43,6 @@ class Runner:
     """Runs models on one mesh.
 
     Args:
-        layouts: The strategy's layouts.
-        placer: Transfers batches to the mesh.
-        options: The options of the strategy.
         only_described: The name of the slice if it is not attached, so that nothing can run.
     """
 
@@ -74,14 +71,11 @@ class Runner:
         """The context of one of Keras's entry points.
 
         Args:
-            strategy: The distribution to be active.
-            model: The model.
             name: `"fit"`, `"evaluate"`, and so on.
             arguments: The arguments, by name; `"callbacks"` as a flat list.
 
         Raises:
             RuntimeError: On a slice that is not attached.
-            ValueError: If the input has no rows.
         """
         if self._only_described is not None:
             raise runtime_error(
@@ -170,9 +164,7 @@ class Runner:
         """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps.
 
         Args:
-            strategy: The strategy whose runner this is.
             model: The model; its variables that are not on the mesh yet are moved there.
-            kind: `"train"`, `"test"` or `"predict"`.
         """
         member = membership.adopt(model, strategy)
         if not member.linted and model.built:
@@ -246,11 +238,7 @@ class Runner:
             compare_changes(call.model)
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
-        """The iterator over the batches of one epoch.
-
-        Raises:
-            ValueError: If the input is known to have no batch.
-        """
+        """The iterator over the batches of one epoch."""
         if epoch_iterator.data_adapter.num_batches == 0:
             raise ValueError(_no_data("an input without any batch"))
         call = running_call()
@@ -286,9 +274,6 @@ class Runner:
 
         Returns:
             The batch as arrays, not yet placed.
-
-        Raises:
-            ValueError: If `BatchPlacer.place` raises it.
         """
         return self.placer.checked(data)
 

@@ -16,8 +16,6 @@ class RunningCall:
     """A running fit, evaluate, predict, *_on_batch or dry run.
 
     Attributes:
-        runner: The runner of its strategy.
-        member: The membership of its model.
         auto_steps: Chooses its `steps_per_execution`.
         model: Its model, `None` for code in which a model is only a part.
         name: The method of the model, such as `"fit"`.

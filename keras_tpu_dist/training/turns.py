@@ -166,11 +166,6 @@ class Turns:
     def _wait_while(self, busy: Callable[[], bool], others: Callable[[], list], waits: str) -> None:
         """Waits for other threads, with a WARNING if it takes long.
 
-        Args:
-            busy: Whether to wait on.
-            others: The threads it waits for.
-            waits: What waits for what.
-
         Raises:
             RuntimeError: If one of them waits for this thread.
         """

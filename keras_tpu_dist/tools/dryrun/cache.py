@@ -46,7 +46,6 @@ class Cache:
 
     Args:
         folder: The folder, which is created for the first entry.
-        most_bytes: Its maximal size.
     """
 
     def __init__(self, folder: str | os.PathLike, most_bytes: int = _MOST_BYTES):
@@ -58,9 +57,6 @@ class Cache:
 
         Args:
             cache: A folder, `True` for the default one, `False` for none.
-
-        Raises:
-            ValueError: If it is neither.
         """
         if cache is False:
             return None

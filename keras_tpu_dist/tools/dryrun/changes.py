@@ -116,10 +116,6 @@ class Levers:
         blocks: The number of repeated blocks that keep their activations.
         block_bytes: Bytes of the outputs of these blocks on one device.
         rows: Rows of a device, if products have no others, as those of pixels or tokens; else 0.
-        optimizer: The optimizer's name.
-        data_axes: The axes that split the batch.
-        steps: Steps of a launch.
-        topology: The slice, if it is known.
     """
 
     in_float32: frozenset[str]
@@ -136,14 +132,7 @@ class Levers:
 
 
 def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
-    """What of a model and its strategy could be changed.
-
-    Args:
-        model: The described model.
-        strategy: The strategy.
-        batch: The described batch, of all devices.
-        steps: Steps of a launch.
-    """
+    """What of a model and its strategy could be changed."""
     layers = _keras.flatten_layers(model)
     plan, planned = _plan(model, strategy)
     count, kept = _blocks(model, strategy, batch)
@@ -226,7 +215,6 @@ def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
     """The changes that bring most, by counts.
 
     Args:
-        run: The dry run.
         levers: What could be changed.
     """
     if run.mode != "train" or run.limit_bytes is None or run.cost is None or not run.memory:

@@ -60,9 +60,6 @@ class Compiled:
         rematerialized: Name stacks at which the partitioner gave up and gathers a whole array.
         effort: `"quick"` or `"exact"`.
         compiled_for: The slice, or `"CPU"`.
-        seconds: Wall time of the compiling process.
-        cpu_seconds: Its CPU time.
-        peak_process_bytes: Its peak memory.
         refused_options: Options that were left out, with the compiler's message about them.
     """
 
@@ -94,7 +91,6 @@ class How:
         thorough: Whether to compile a program near the memory limit again at full effort, and one
             that does not fit for a larger slice, to see what needs the memory.
         cache: The cache of compilations. With it, the compiler's messages name no source lines.
-        calibration: Measurements on such chips.
         progress: Called with a line of text at every stage.
     """
 
@@ -115,9 +111,7 @@ def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> d
     """What the separate process is to compile.
 
     Args:
-        lowered: The step.
         effort: `"quick"` or `"exact"`.
-        topology: Another slice with as many devices to compile for.
     """
     target = topology or lowered.topology
     devices = lowered.devices if topology is None else topology.devices()
@@ -172,11 +166,7 @@ def compile_lowered(
     """Compiles a lowered step in a new process, or reads the result from the cache.
 
     Args:
-        lowered: The step.
-        effort: `"quick"` or `"exact"`.
         timeout: Seconds after which the compiler is stopped.
-        topology: Another slice with as many devices to compile for.
-        cache: The cache of compilations, which also has their times.
 
     Returns:
         The `Compiled`; its `error` is set if the program does not fit into HBM.
@@ -295,7 +285,6 @@ def bytes_in_message(error: str, *, argument_bytes: int) -> tuple[int, ...]:
     libtpu 0.0.41 reports "Used 16.05G of 15.75G hbm", and "arguments 0B" in the table below.
 
     Args:
-        error: The compiler's message.
         argument_bytes: Bytes of the program's arguments, for messages that leave them out.
 
     Returns:

@@ -25,7 +25,6 @@ def check_asked(build: Any, strategy: Any, caller: str = "dry_run") -> Strategy:
         build: A function that makes a model, or a model.
         strategy: The strategy, or `None` for the one that the model belongs to, or that is in
             scope.
-        caller: The function that got them.
     """
     if strategy is None:
         member = membership.of_model(build) if isinstance(build, keras.Model) else None
@@ -46,8 +45,6 @@ class Inputs:
     Args:
         x: The input, its shapes, or `None` for what the model declares.
         y: The target, or its shapes.
-        sample_weight: Sample weights.
-        sequence_length: The size of every open time axis.
     """
 
     x: Any = None
@@ -57,12 +54,7 @@ class Inputs:
 
 
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
-    """Raises a `ValueError` unless every part of the batch gets a row.
-
-    Args:
-        batch_size: Rows of all devices together, a whole number.
-        strategy: The strategy, whose data axes split the batch into parts.
-    """
+    """Raises a `ValueError` unless every part of the batch gets a row."""
     if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise value_error(
             "The batch size is the global one, with at least one row for every part that the "
@@ -87,16 +79,8 @@ def described_batch(
     declared. Arrays may have any number of rows.
 
     Args:
-        model: The model.
-        placer: Knows the batch dimension of every array.
-        inputs: What is given.
-        batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
         notes: Gets a line if `y` is assumed, and one if `sequence_length` fills a size.
-
-    Raises:
-        ValueError: If `x` is `None` and the model declares no inputs, or if a dimension other than
-            the batch is open.
     """
     x, y, sample_weight = inputs.x, inputs.y, inputs.sample_weight
     declares = bool(getattr(model, "inputs", None))

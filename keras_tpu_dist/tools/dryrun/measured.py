@@ -386,11 +386,7 @@ def _collectives_beside(
 
 
 class _Traced:
-    """One trace of one process.
-
-    Raises:
-        ValueError: If it is incomplete.
-    """
+    """One trace of one process."""
 
     def __init__(self, folder: Path):
         described = _manifest(folder / MANIFEST)

@@ -28,10 +28,6 @@ def filled(
         batch: `(x, y, sample_weight)`, of arrays or objects with shape and dtype.
         axes_of: Returns the batch dimension of every array, as `BatchPlacer.axes`.
         sequence_length: The size of every open time axis; `None` fills nothing.
-        notes: Gets a line about the filled sizes.
-
-    Raises:
-        ValueError: If a size is still open, or `sequence_length` has nothing to fill.
     """
     data = keras.utils.pack_x_y_sample_weight(*batch)
     leaves, treedef = flatten(data)

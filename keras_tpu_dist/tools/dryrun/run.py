@@ -184,7 +184,6 @@ def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
     """The first half of `run_once`, which needs Keras, and therefore the thread that set it up.
 
     Args:
-        step: What is dry-run.
         cache: The cache of compilations; with it, equal programs do not differ in source lines.
     """
     check_asked(step.build, step.strategy)
@@ -229,11 +228,7 @@ _NO_LIBTPU = (
 
 
 def check_how(mode: Any, timeout: Any, progress: Any) -> None:
-    """Checks the options of a dry run.
-
-    Raises:
-        ValueError: If one has the wrong type or value.
-    """
+    """Checks the options of a dry run."""
     require("a dry run", SECONDS, timeout=timeout)
     require("a dry run", FUNCTION, True, progress=progress)
     require("a dry run", MODE, mode=mode)

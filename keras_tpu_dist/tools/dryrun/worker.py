@@ -34,9 +34,6 @@ def run(
 
     Args:
         job_path: The pickled job, which the process deletes once it has read it.
-        result_path: Where the process writes its pickled result.
-        env: All environment variables of the process.
-        log: The file for its output, overwritten.
         timeout: Seconds after which it is stopped.
 
     Returns:
@@ -75,7 +72,6 @@ def main(job_path: str, result_path: str, parent: str) -> None:
     Args:
         job_path: The pickled job; it is deleted once it is read.
         result_path: The file for the pickled result, or the error if compiling failed.
-        parent: The parent's process id, as the command line has it.
     """
     end_with(int(parent))
     with open(job_path, "rb") as file:

@@ -32,9 +32,7 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
     """The origins of a result's dimensions.
 
     Args:
-        equation: The equation.
         operands: The origins of the operands; `None` for constants.
-        number: The number of the result.
     """
     shape = tuple(getattr(equation.outvars[number].aval, "shape", ()))
     ndims = map(rank, equation.invars)
@@ -168,14 +166,9 @@ class Value:
 
     Attributes:
         seen: Its shape in the trace; within a `shard_map`, that on one device.
-        itemsize: Bytes of an element.
         parts: The number of devices that share the array of which `seen` is a part.
-        origins: The origins of its dimensions.
         shape: Its global shape.
-        readers: The operations that read it.
         roots: The values held for it: itself, or the values it is computed from where it is used.
-        born: The operation that writes it.
-        dies: The last operation that reads it.
     """
 
     seen: tuple[int, ...]
@@ -208,9 +201,7 @@ class Operation:
 
     Attributes:
         name: Its primitive's name, or `ENTER`.
-        equation: Its equation, or the one that calls.
         operands: The values that it reads; `None` for constants.
-        results: The values that it computes.
         sliced: How many leading dimensions `ENTER` removes, as a loop does.
         body: For every result, the value that the body of a loop computes. The origins of gradients
             are rather those of the weights that the loop reads.
@@ -229,7 +220,6 @@ class TracedProgram:
     """A trace divided into values and operations.
 
     Attributes:
-        inputs: Its inputs.
         operations: Its operations, in order.
         outputs: Its results; `None` for constants.
     """
@@ -244,8 +234,6 @@ def program_of(trace: Any, num_weights: int, rows: int) -> TracedProgram:
 
     Args:
         trace: The trace; its first inputs are the weights.
-        num_weights: The number of weights.
-        rows: The number of rows in the batch.
     """
     jaxpr = opened(trace)
     names = {v: _value(v.aval, 1) for v in (*jaxpr.invars, *jaxpr.constvars)}
@@ -369,9 +357,6 @@ class HeldArray:
 
     Attributes:
         shape: Its global shape.
-        itemsize: Bytes of an element.
-        origins: The origins of its dimensions.
-        born: The operation that writes it.
         dies: The last operation that reads it; for gradients, which the optimizer reads, the very
             last one.
         gradient: The weight that it is the gradient of, or the first of the weights that it is
@@ -394,8 +379,6 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]
     Args:
         trace: The program, such as one that returns gradients. Its first inputs are the weights,
             and its results are the gradients of the first of them.
-        num_weights: The number of weights.
-        rows: The number of rows in the batch.
     """
     program = program_of(trace, num_weights, rows)
     first = _held(program.operations, frozenset())
@@ -456,8 +439,6 @@ def peak_bytes(
     """The largest number of bytes that are held at one time on one device.
 
     Args:
-        buffers: The arrays that are held.
-        parts: The number of parts into which a mesh splits a dimension.
         scattered: The additional number of parts in which the gradient of a weight is held.
     """
     changes = [0.0] * (max((b.dies for b in buffers), default=0) + 2)

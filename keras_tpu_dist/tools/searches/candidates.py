@@ -126,7 +126,6 @@ def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candi
     """All candidates for a number of devices.
 
     Args:
-        devices: The number of devices.
         topology: The slice, to distinguish orders of axes by its links; `None` for one order of
             each.
     """

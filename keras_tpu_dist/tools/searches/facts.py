@@ -30,9 +30,6 @@ class Weight:
 
     Attributes:
         shape: Its shape.
-        itemsize: Bytes of a stored element.
-        trainable: Whether it has a gradient.
-        slot_bytes: Bytes of the optimizer's slots for it.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +49,6 @@ class Kept:
 
     Attributes:
         flops: Operations of all products of a step, including recomputation.
-        buffers: All arrays that are held for some time.
     """
 
     flops: float
@@ -66,12 +62,6 @@ class Facts:
     Attributes:
         rows: The number of rows in the traced batch.
         tokens: The number of tokens in it, 0 if the model reads none.
-        weights: The weights, trainable ones first.
-        products: The products of the forward pass.
-        lookups: Its look-ups in weights.
-        kept: Memory and operations, by remat policy.
-        output_bytes: Bytes of the model's outputs.
-        input_bytes: Bytes of the batch.
         variables: The number of variables that a step reads or writes.
     """
 
@@ -116,11 +106,7 @@ class DescribedModel:
         )
 
     def specs(self, strategy: TPUStrategy) -> list[Spec]:
-        """The axes of each weight's dimensions under another strategy.
-
-        Raises:
-            ValueError: If its layout does not fit the model.
-        """
+        """The axes of each weight's dimensions under another strategy."""
         placement = strategy.placement(self._model)
         return [_spec(placement.decision(v).axes, len(v.shape)) for v in self._weights]
 

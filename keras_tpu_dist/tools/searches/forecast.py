@@ -25,9 +25,6 @@ class Ground:
     """The mesh of a forecast.
 
     Attributes:
-        wire: Its devices and links.
-        topology: The slice.
-        data_axes: The axes that split the batch.
         shard_optimizer: Whether optimizer slots are split over them.
     """
 
@@ -42,36 +39,20 @@ class Ground:
         return math.prod(sizes[axis] for axis in axes)
 
     def seconds(self, kind: str, whole: float, axes: Sequence[str]) -> float:
-        """Seconds of a collective over axes.
-
-        Args:
-            kind: `"all-reduce"` and so on.
-            whole: Bytes of the whole array.
-            axes: The axes.
-        """
+        """Seconds of a collective over axes."""
         return seconds_over(self.wire, kind, whole, axes)
 
     def seconds_to_wait(self, kind: str, whole: float, axes: Sequence[str]) -> float:
         """Seconds of a collective that the next layer waits for, however few its bytes are.
 
         Those of gradients go together, so that their hops hardly count.
-
-        Args:
-            kind: `"all-reduce"` and so on.
-            whole: Bytes of the whole array.
-            axes: The axes.
         """
         return max(self.seconds(kind, whole, axes), latency_over(self.wire, kind, axes))
 
 
 @dataclass(frozen=True)
 class Side:
-    """Dimensions of a weight taken together.
-
-    Attributes:
-        size: Their product on one device.
-        ways: The number of parts they are split into.
-    """
+    """Dimensions of a weight taken together."""
 
     size: float
     ways: int
@@ -82,9 +63,6 @@ class Placed:
     """A model on a mesh.
 
     Attributes:
-        facts: The facts about the model.
-        specs: The axes of every weight's dimensions.
-        ground: The mesh.
         batches: The number of rows, relative to the traced batch.
     """
 
@@ -103,11 +81,7 @@ class Placed:
         return [(i, w, s) for i, (w, s) in enumerate(zip(self.facts.weights, self.specs))]
 
     def split(self, index: int) -> list[tuple[str, ...]]:
-        """The axes of every dimension that stay split while a weight is used: the model axes.
-
-        Args:
-            index: The number of the weight.
-        """
+        """The axes of every dimension that stay split while a weight is used: the model axes."""
         return self._splits[index]
 
     @functools.cached_property
@@ -233,7 +207,6 @@ class Part:
 
     Attributes:
         forward_s: Seconds of the matrix units at their peak rate.
-        moved_bytes: Bytes of its operands and its result.
     """
 
     forward_s: float
@@ -269,7 +242,6 @@ class Ring:
     """A gradient that is computed piece by piece.
 
     Attributes:
-        seconds: The minimal time of the rounds.
         moved_bytes: The bytes that they move.
         laid_out_bytes: Bytes of an operand that is copied to another layout for them.
     """
@@ -288,8 +260,6 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     one piece at a time.
 
     Args:
-        placed: The model on its mesh.
-        product: The product.
         again: The share of the forward pass that is recomputed.
     """
     ground, weight = placed.ground, product.weight
@@ -345,12 +315,7 @@ def output_bytes(placed: Placed) -> float:
 
 
 def links(placed: Placed, again: float) -> float:
-    """Seconds on the links at full speed, as if nothing overlapped with them.
-
-    Args:
-        placed: The model on its mesh.
-        again: The share of the forward pass that is recomputed.
-    """
+    """Seconds on the links at full speed, as if nothing overlapped with them."""
     seconds = 0.0
     last: tuple | None = None
     for product in placed.facts.products:
@@ -486,9 +451,7 @@ class Memory:
     """The memory of a step on one device.
 
     Attributes:
-        state_bytes: Weights and the optimizer's slots.
         held_bytes: The maximum that is held at one time between operations.
-        total_bytes: All of it.
     """
 
     state_bytes: float
