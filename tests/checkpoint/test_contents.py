@@ -55,19 +55,6 @@ def test_the_table_of_checkpoints_in_a_directory(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_diff_of_two_checkpoints_names_what_differs(tmp_path, capsys):
-    trained(tmp_path / "a")
-    trained(tmp_path / "b")
-    trained(tmp_path / "c", epochs=3)
-    assert command(tmp_path / "a", "--diff", tmp_path / "b") == 0
-    assert "0 differ" in capsys.readouterr().out
-    assert command(tmp_path / "a", "--diff", tmp_path / "c") == 0
-    text = capsys.readouterr().out
-    assert "weights/small/head/kernel: different values" in text
-    assert "optimizer/adam/learning_rate" not in text
-
-
-@pytest.mark.slow
 def test_to_keras(tmp_path, capsys, monkeypatch):
     model = trained(tmp_path / "a")
     monkeypatch.setattr(given, "build_function", lambda name: build)
@@ -86,9 +73,7 @@ def test_to_keras(tmp_path, capsys, monkeypatch):
     assert_close(plain.get_weights(), model.get_weights())
 
 
-@pytest.mark.parametrize(
-    "words", [["nowhere"], ["empty", "--diff", "empty"], ["a", "--to-keras", "x"]]
-)
+@pytest.mark.parametrize("words", [["nowhere"], ["a", "--to-keras", "x"]])
 def test_mistakes_are_one_line(words, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,6 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.contents import difference
 from keras_tpu_dist.checkpoint.store import Store
 
 
@@ -471,17 +470,6 @@ def test_heads_that_the_user_named_are_not_shifted(strict, tmp_path):
         # The numbers of layers without names are Keras's.
         assert_close(numbers(other.layers[1]), numbers(one.layers[1]))
     assert_close(numbers(other.get_layer("task_3")), kept)
-
-
-def test_the_difference_of_two_checkpoints_goes_by_names_too(tmp_path):
-    for folder, first in (("a", 1), ("b", 2)):
-        inputs = keras.Input((2,))
-        outputs = [keras.layers.Dense(2, name=f"task_{first + i}")(inputs) for i in range(2)]
-        with ktd.LoopCheckpoint(tmp_path / folder, keras.Model(inputs, outputs)) as saved:
-            saved.save(1)
-    found = difference(tmp_path / "a", tmp_path / "b")
-    assert found.only_first == ("weights/task_1/kernel", "weights/task_1/bias")
-    assert found.only_second == ("weights/task_3/kernel", "weights/task_3/bias")
 
 
 # One that was not closed.

@@ -12,7 +12,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint import CheckpointError, restore
-from keras_tpu_dist.checkpoint.contents import contents, difference
+from keras_tpu_dist.checkpoint.contents import contents
 from keras_tpu_dist.checkpoint.restored import build_optimizer
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import Topology, all_names
@@ -254,8 +254,6 @@ def _checkpoint(options: Namespace) -> Answered:
     try:
         if options.to_keras is not None:
             return _as_keras_file(options), 0
-        if options.diff is not None:
-            return difference(options.directory, options.diff), 0
         return contents(options.directory), 0
     except CheckpointError as error:
         raise ValueError(str(error)) from error

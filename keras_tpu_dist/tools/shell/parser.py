@@ -246,11 +246,6 @@ def _convert(parser: Parser) -> None:
 
 def _checkpoint(parser: Parser) -> None:
     parser.add_argument("directory", help="the directory of keras_tpu_dist.callbacks.Checkpoint")
-    parser.add_argument(
-        "--diff",
-        metavar="DIRECTORY",
-        help="compare the newest checkpoint with that of another directory",
-    )
     parser.add_argument("--to-keras", metavar="FILE", help="write .keras or .weights.h5")
     parser.add_argument("--build", help="BUILD for --to-keras: module:function or FILE.py:function")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
@@ -452,7 +447,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "write a model with faster recurrent layers and experts, and the same weights",
         _convert,
     ),
-    "checkpoint": ("list the checkpoints in a directory, compare or convert them", _checkpoint),
+    "checkpoint": ("list the checkpoints in a directory, or convert one", _checkpoint),
     "launch": (
         "run a script as several processes with simulated devices, as on several hosts",
         _launch,
