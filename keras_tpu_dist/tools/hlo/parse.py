@@ -179,17 +179,7 @@ class Instruction:
         start = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.attributes)
         if start is None:
             return None
-        depth, i = 0, start.end()
-        for i in range(start.end(), len(self.attributes)):
-            c = self.attributes[i]
-            if c in "{[(":
-                depth += 1
-            elif c in "}])":
-                depth -= 1
-            # The order of a mesh's devices is written behind a comma of its own.
-            elif c == "," and depth == 0 and not self.attributes.startswith(_MESH_ORDER, i):
-                return self.attributes[start.end() : i]
-        return self.attributes[start.end() : i + 1]
+        return self.attributes[start.end() : end_of_value(self.attributes, start.end())]
 
     def called_by(self, name: str) -> str | None:
         """The computation in attribute `name`, such as `body`.
@@ -210,6 +200,27 @@ class Instruction:
         at = self.attributes.find(f'"{key}":')
         match = _INTEGER.search(self.attributes, at) if at >= 0 else None
         return int(match[0]) if match else None
+
+
+def end_of_value(text: str, at: int) -> int:
+    """Where the value that begins at `at` ends: at the comma before the next name."""
+    depth, quoted = 0, False
+    while at < len(text):
+        c = text[at]
+        if quoted:
+            at += c == "\\"
+            quoted = c != '"'
+        elif c == '"':
+            quoted = True
+        elif c in "{[(":
+            depth += 1
+        elif c in "}])":
+            depth -= 1
+        # The order of a mesh's devices has a comma of its own.
+        elif c == "," and depth == 0 and not text.startswith(_MESH_ORDER, at):
+            return at
+        at += 1
+    return at
 
 
 class Computation:

@@ -24,7 +24,14 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.tools.hlo.collectives import groups_of
-from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, Shape, shapes_of
+from keras_tpu_dist.tools.hlo.parse import (
+    Computation,
+    Instruction,
+    Program,
+    Shape,
+    end_of_value,
+    shapes_of,
+)
 
 KERNEL = "tpu_custom_call"
 
@@ -146,31 +153,10 @@ def attributes_of(instruction: Instruction) -> dict[str, str]:
     """The attributes of an instruction, as text, by name."""
     text, found, at = instruction.attributes, {}, 0
     while match := _NAME.match(text, at):
-        end = _end_of_value(text, match.end())
+        end = end_of_value(text, match.end())
         found[match[1]] = text[match.end() : end]
         at = end
     return found
-
-
-def _end_of_value(text: str, at: int) -> int:
-    """Where the value that begins at `at` ends: at the comma before the next name."""
-    depth, quoted = 0, False
-    while at < len(text):
-        c = text[at]
-        if quoted:
-            at += c == "\\"
-            quoted = c != '"'
-        elif c == '"':
-            quoted = True
-        elif c in "{[(":
-            depth += 1
-        elif c in "}])":
-            depth -= 1
-        # The order of a mesh's devices has a comma of its own.
-        elif c == "," and depth == 0 and not text.startswith(", device_ids=", at):
-            return at
-        at += 1
-    return at
 
 
 def _plain_type(text: str) -> str:
