@@ -128,20 +128,19 @@ def adoption():
     line("exponent", None, float(np.log(many / few) / np.log(5)), "")
 
 
-def epochs_of(layout):
+def of_100_mb():
     import keras
 
-    side = 512
+    layers = [keras.layers.Dense(512, use_bias=False) for _ in range(100)]
+    model = keras.Sequential([keras.Input((512,)), *layers])
+    model.compile("sgd", "mse")
+    return model
 
-    def build():
-        layers = [keras.layers.Dense(side, use_bias=False) for _ in range(100)]
-        model = keras.Sequential([keras.Input((side,)), *layers])
-        model.compile("sgd", "mse")
-        return model
 
-    x = np.ones((8, side), "float32")
+def epochs_of(layout):
+    x = np.ones((8, 512), "float32")
     runs = {}
-    for name, (model, scope) in both(build, layout=layout).items():
+    for name, (model, scope) in both(of_100_mb, layout=layout).items():
 
         def run(model=model, scope=scope):
             with scope():
@@ -162,6 +161,17 @@ def epoch():
 def epoch_fsdp():
     """the same under fsdp, beside stock's DataParallel"""
     epochs_of("fsdp")
+
+
+@row
+def first_peak():
+    """the peak memory of the first fit of 100 MB in 100 variables"""
+    x, peaks = np.ones((8, 512), "float32"), {}
+    for name, (model, scope) in both(of_100_mb).items():
+        with scope(), Peak() as peak:
+            model.fit(x, x, batch_size=8, verbose=0)
+        peaks[name] = peak.mb
+    line("the first fit of 100 MB: peak", *peaks.values(), "MB")
 
 
 @row
@@ -240,6 +250,79 @@ def name_nan():
 
     pair = {"stock": keras.callbacks.TerminateOnNaN, "ours": ktd.callbacks.NameNaN}
     one_step_each("a step with NameNaN (TerminateOnNaN)", pair)
+
+
+def of_three_layers():
+    import keras
+
+    dense = [keras.layers.Dense(32, activation="relu") for _ in range(2)]
+    model = keras.Sequential([keras.Input((16,)), *dense, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@row
+def many_rows():
+    """a million rows: fit, evaluate and predict by 8,192, and 64,000 rows by 32"""
+    x = np.random.default_rng(0).normal(size=(1_000_000, 16)).astype("float32")
+    models = both(of_three_layers)
+    few = x[:64_000]
+    for title, act in {
+        "fit of a million rows by 8,192": lambda model: model.fit(
+            x, x[:, :1], batch_size=8192, verbose=0
+        ),
+        "evaluate": lambda model: model.evaluate(x, x[:, :1], batch_size=8192, verbose=0),
+        "predict": lambda model: model.predict(x, batch_size=8192, verbose=0),
+        "predict of 64,000 rows by 32": lambda model: model.predict(few, verbose=0),
+    }.items():
+        runs = {}
+        for name, (model, scope) in models.items():
+
+            def run(model=model, scope=scope, act=act):
+                with scope():
+                    act(model)
+
+            runs[name] = run
+        show(title, in_turns(runs, 3))
+
+
+@row
+def by_hand():
+    """a small model's step beside a loop by hand in JAX"""
+    import jax
+    import jax.numpy as jnp
+
+    strategy, steps = ktd.TPUStrategy(), 200
+    x = np.random.default_rng(0).normal(size=(steps * 32, 16)).astype("float32")
+    with strategy.scope():
+        model = of_three_layers()
+    whole = jax.sharding.NamedSharding(strategy.mesh, jax.P())
+    rows = jax.sharding.NamedSharding(strategy.mesh, jax.P("data"))
+    state = jax.device_put([np.asarray(v) for v in model.trainable_variables], whole)
+
+    def loss(weights, x, y):
+        for i in range(0, 4, 2):
+            x = jax.nn.relu(x @ weights[i] + weights[i + 1])
+        return jnp.mean((x @ weights[4] + weights[5] - y) ** 2)
+
+    @jax.jit
+    def update(weights, x, y):
+        value, gradients = jax.value_and_grad(loss)(weights, x, y)
+        return [w - 0.01 * g for w, g in zip(weights, gradients)], value
+
+    def loop():
+        weights = state
+        for start in range(0, len(x), 32):
+            batch = x[start : start + 32]
+            weights, value = update(weights, *jax.device_put((batch, batch[:, :1]), rows))
+        float(value)
+
+    def fit():
+        with strategy.scope():
+            model.fit(x, x[:, :1], shuffle=False, verbose=0)
+
+    found = in_turns({"by hand": loop, "ours": fit}, 5)
+    show("a small model's step (by hand)", found, per=steps, unit="us")
 
 
 def dataset_of(x):

@@ -52,13 +52,22 @@ def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bo
     return found
 
 
+def bytes_of(array: Any) -> int:
+    """The bytes of an array.
+
+    Args:
+        array: Anything with the shape and the dtype of an array, or its name.
+    """
+    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+
+
 def is_small(array: Any) -> bool:
     """Whether an array is saved and read through the memory of the host, with all such arrays.
 
     Args:
         array: Anything with the shape and the dtype of an array, or its name.
     """
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize <= _SMALL_BYTES
+    return bytes_of(array) <= _SMALL_BYTES
 
 
 def small_on_host(arrays: Sequence[Any]) -> list[Any]:

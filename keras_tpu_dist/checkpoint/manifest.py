@@ -16,7 +16,8 @@ from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position
 
-VERSION = 1
+# Version 2 packs small arrays into one: programs that know version 1 refuse it by its number.
+VERSION = 2
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 # The largest integer that JSON readers of all languages keep exactly.
 _MOST = 2**53
@@ -68,12 +69,15 @@ class Saved:
     Attributes:
         fingerprint: The fingerprint of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
         axes: For every dimension, the mesh axes that split it when it was written.
+        packed: If it is a part of the array of small arrays: where it begins, and the size of that
+            array, in bytes.
     """
 
     entry: Entry
     key: str
     fingerprint: int
     axes: tuple = ()
+    packed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,9 @@ def _row(saved: Saved) -> dict[str, Any]:
 
 def _saved(row: Mapping[str, Any]) -> Saved:
     entry = Entry(row["path"], tuple(row["shape"]), row["dtype"], row["slot"], row["nth"])
-    return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]))
+    packed = row.get("packed")
+    packed = None if packed is None else (packed[0], packed[1])
+    return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]), packed)
 
 
 class _InvalidError(ValueError):
@@ -271,6 +277,9 @@ def _check_row(row: Any) -> None:
     _expect(sized and all(map(_is_count, shape)), "shape", shape)
     _expect(math.prod(shape or ()) <= _MOST, "shape", shape)
     _expect(isinstance(axes, list), "axes", axes)
+    packed = row.get("packed")
+    pair = isinstance(packed, list) and len(packed) == 2 and all(map(_is_count, packed))
+    _expect(packed is None or pair, "packed", packed)
     _expect(_is_dtype_of_numbers(row["dtype"]), "dtype", row["dtype"])
 
 

@@ -29,6 +29,7 @@ from keras_tpu_dist.checkpoint.manifest import (
     from_json,
 )
 from keras_tpu_dist.checkpoint.names import named_state
+from keras_tpu_dist.checkpoint.packed import PACKED, check_places, described, unpack
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.paths import absolute_path
@@ -228,17 +229,20 @@ class CheckpointReader:
         filled = [item for item in wanted if 0 not in item[0].entry.shape]
         read: dict[str, Any] = {}
         if filled:
-            target, how = _request(filled)
+            asked = {described(saved).key: (described(saved), *rest) for saved, *rest in filled}
+            target, how = _request(list(asked.values()))
             restored = ocp.args.PyTreeRestore(
                 item=_nested(target), restore_args=_nested(how), partial_restore=True
             )
             handler, path = ocp.PyTreeCheckpointHandler(), self._arrays(step)
             with checkpoint_errors(self.directory, "read", step):
+                check_places([saved for saved, _, _ in filled])
                 if step not in self._stored:
                     self._stored[step] = dict(flat(handler.metadata(path).tree))
-                _check_stored(self._stored[step], [saved for saved, _, _ in filled])
+                _check_stored(self._stored[step], [saved for saved, _, _ in asked.values()])
                 # Without a `Checkpointer`, whose barrier would wait for processes that failed.
                 read |= flat(handler.restore(path, args=restored))
+                unpack(read, [saved for saved, _, _ in filled])
         for saved, _, _ in wanted:
             if 0 in saved.entry.shape:  # Orbax has not saved it
                 read[saved.key] = np.zeros(saved.entry.shape, saved.entry.dtype)
@@ -358,7 +362,7 @@ def _request(
     }
     how = {
         saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
-        if sharding is None or is_small(saved.entry)
+        if sharding is None or is_small(saved.entry) or saved.key == PACKED
         else ocp.ArrayRestoreArgs(sharding=sharding)
         for saved, sharding, _ in wanted
     }

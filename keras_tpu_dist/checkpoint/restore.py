@@ -20,6 +20,7 @@ from keras_tpu_dist.checkpoint.compiled import (
     has_trained,
     one_family,
 )
+from keras_tpu_dist.checkpoint.fingerprint import is_small
 from keras_tpu_dist.checkpoint.keras_files import (
     GROUP_BYTES,
     KerasDirectory,
@@ -227,6 +228,8 @@ def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, 
         CheckpointError: If one cannot be read.
     """
     done = 0
+    # The small ones first, which are read together.
+    chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
     groups = list(_groups(chosen))
     with stages("restoring", len(groups)) as begin:
         for group in groups:

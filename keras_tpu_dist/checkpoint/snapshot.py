@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
-from keras_tpu_dist.checkpoint.fingerprint import small_on_host, start_fingerprints
+from keras_tpu_dist.checkpoint.fingerprint import is_small, small_on_host, start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, check_name
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, automatic_names, named_state
+from keras_tpu_dist.checkpoint.packed import pack
 from keras_tpu_dist.common.version import __version__
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -63,18 +64,22 @@ def snapshot(
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple]] = []
+    small: dict[str, np.ndarray] = {}
     for (kind, entry, _), value, split in zip(rows, values, axes, strict=True):
         check_name(entry.path)
         key = f"{kind}_{counts[kind]:05}"
         counts[kind] += 1
-        arrays[key] = value
+        (small if isinstance(value, np.ndarray) and is_small(value) else arrays)[key] = value
         described.append((kind, entry, key, split))
+
+    stored, places = pack(small)
+    arrays |= stored
 
     def manifest() -> Manifest:
         found: dict[str, list[Saved]] = {kind: [] for kind in counts}
         finite = True
         for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers()):
-            found[kind].append(Saved(entry, key, number, axes))
+            found[kind].append(Saved(entry, key, number, axes, places.get(key)))
             finite &= is_finite or kind != WEIGHTS
         arrays = {kind: tuple(rows) for kind, rows in found.items()}
         return Manifest(

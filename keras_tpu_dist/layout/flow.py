@@ -495,20 +495,26 @@ def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
 
 
 _NAMES = ("name", "path", "parent_path")
+# What calls and `fit` note on a model: a fit that plans again for its slots finds the same flow.
+_NOTES = ("called", "eval_epoch_iterator", "initial_epoch", "jax_state_synced", "stop_training")
+_FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
+_LEFT_OUT = frozenset((*_NAMES, *_NOTES, *_FUNCTIONS))
 
 
 def _attributes(layer: Any) -> str:
-    """A layer's plain values and functions, without its names.
+    """A layer's plain values and functions, without its names and what training notes on it.
 
     A config would take far longer, and a custom layer may have none.
     """
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
-        if _is_plain(value) and name.strip("_") not in _NAMES:
+        if name.strip("_") in _LEFT_OUT:
+            continue
+        if _is_plain(value):
             found[name] = value
         elif callable(value) and not isinstance(value, (keras.Layer, keras.Variable)):
             found[name] = getattr(value, "__qualname__", type(value).__qualname__)
-    return repr(found)
+    return repr(sorted(found.items()))  # some are deleted, and set again
 
 
 def _is_plain(value: Any) -> bool:

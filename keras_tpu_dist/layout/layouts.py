@@ -89,7 +89,7 @@ class Layouts:
         """
         if given is not None and not placement.is_slot(variable):
             return self.translated(variable, given)
-        return named_sharding(self.mesh, placement.decision(variable).axes)
+        return placement.sharding(variable)
 
     def by_rule(self, variable: Any) -> NamedSharding:
         """The layout of a variable from its path and shape alone."""

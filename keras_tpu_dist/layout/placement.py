@@ -9,7 +9,7 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import Axes, spell_out
+from keras_tpu_dist.common.axes import Axes, named_sharding, spell_out
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.annotations import Annotated, annotated, layouts_in
@@ -63,6 +63,9 @@ class Placement:
     annotations: Annotated
     _setting: Setting = field(repr=False)
     _slot_ids: frozenset[int] = field(repr=False)
+    _shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = field(
+        default_factory=dict, repr=False
+    )
 
     def decision(self, variable: Any) -> Decision:
         """The decision for a variable, checked against its shape.
@@ -74,10 +77,23 @@ class Placement:
             LayoutError: If a rule or annotation does not fit the shape or the mesh.
         """
         found = self.decisions.get(id(variable), _REPLICATED)
+        self._sharding(found, variable)
+        return found
+
+    def sharding(self, variable: Any) -> NamedSharding:
+        """The layout of a variable by its `decision`."""
+        return self._sharding(self.decisions.get(id(variable), _REPLICATED), variable)
+
+    def _sharding(self, found: Decision, variable: Any) -> NamedSharding:
         if found.reason.startswith(_AMBIGUOUS):
             decide(variable.path, self._setting.layout)  # raises Keras's own error
-        check_axis_names([(variable.path, found.axes)], self._setting.mesh.axis_names)
-        return checked(found, variable.path, variable.shape, self._setting.mesh)
+        # The variables of a large model have few layouts: JAX compares one object fastest.
+        alike = str(found.axes), tuple(variable.shape)
+        if alike not in self._shardings:
+            check_axis_names([(variable.path, found.axes)], self._setting.mesh.axis_names)
+            checked(found, variable.path, variable.shape, self._setting.mesh)
+            self._shardings[alike] = named_sharding(self._setting.mesh, found.axes)
+        return self._shardings[alike]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -137,9 +153,6 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     elif setting.batch_first and sequence_axis(setting.mesh, setting.data_axes) is not None:
         outputs = block_outputs(model, setting.mesh, setting.data_axes)
     decisions = {id(v): _decide(v, given(v), notes, setting, plan) for v in weights}
-    for other in _keras.state_variables(model):
-        if id(other) not in decisions:
-            decisions[id(other)] = _decide(other, given(other), notes, setting, None)
     slots = [(slot, weight) for _, slot, weight in _keras.optimizer_slots(model)]
     for slot, weight in slots:
         if tuple(slot.shape) != tuple(weight.shape):
@@ -148,6 +161,9 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
         if setting.shard_optimizer:
             own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
         decisions[id(slot)] = own
+    for other in _keras.state_variables(model):
+        if id(other) not in decisions:
+            decisions[id(other)] = _decide(other, given(other), notes, setting, None)
     slot_ids = frozenset(id(slot) for slot, _ in slots)
     ruled = _ruled_outputs(model, setting.layout)
     return Placement(decisions, slots, plan, outputs, ruled, notes, setting, slot_ids)
@@ -168,7 +184,8 @@ def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:
     found = _by_precedence(variable, given, notes, setting, plan)
-    return replace(found, axes=spell_out(found.axes, setting.mesh.axis_names))
+    axes = spell_out(found.axes, setting.mesh.axis_names)
+    return found if axes is found.axes else replace(found, axes=axes)
 
 
 def _by_precedence(variable, given, notes: Annotated, setting: Setting, plan) -> Decision:

@@ -84,7 +84,9 @@ class FiniteWatch:
 
     def __init__(self, trainer: Any, on_found: Callable[[NonFinite], None]):
         trainable, non_trainable, slots, _ = _keras.state_groups(trainer)
-        bad = [v.path for v in trainable if not _finite_now(v)]
+        variables = [*trainable, *non_trainable, *slots]
+        self.mask = tuple(_finite_now(v) for v in variables)
+        bad = [v.path for v, finite in zip(trainable, self.mask, strict=False) if not finite]
         if bad:
             raise value_error(
                 "NameNaN finds the first step that is not finite, so training must begin with "
@@ -92,8 +94,6 @@ class FiniteWatch:
                 received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
                 fix="Load or initialize these weights again.",
             )
-        variables = [*trainable, *non_trainable, *slots]
-        self.mask = tuple(_finite_now(v) for v in variables)
         self.health: Any = None
         self.found: NonFinite | None = None
         self._on_found = on_found

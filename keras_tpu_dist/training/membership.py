@@ -1,5 +1,7 @@
 """The strategy of a model, and moving models that were built elsewhere."""
 
+import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Iterable
@@ -373,7 +375,21 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
         if turns.elsewhere and known is not None:
             _check_same_strategy(model, known.strategy, strategy)
             return known
-        return _adopted(model, strategy)
+        with _uncollected():
+            return _adopted(model, strategy)
+
+
+@contextlib.contextmanager
+def _uncollected():
+    """Leaves out Python's garbage collections: they go through all objects of a large model again
+    and again, and the program that a plan traces lives until the plan is done."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _adopted(model: Any, strategy: Strategy) -> Membership:

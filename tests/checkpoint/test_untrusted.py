@@ -119,6 +119,8 @@ OTHER_FORMS = {
     "a dtype of nothing": put(*ROW, "dtype", ""),
     "no fingerprint": drop(*ROW, "fingerprint"),
     "axes of a number": put(*ROW, "axes", 7),
+    "a place of words": put(*ROW, "packed", "first"),
+    "a place below 0": put(*ROW, "packed", [-1, 8]),
     "a version of words": put("version", "new"),
     "a version of nan": put("version", float("nan")),
     "no training": drop("training"),
@@ -204,17 +206,37 @@ def test_chunks_are_no_larger_than_their_array(copied):
     tensorstore = pytest.importorskip("tensorstore")
     arrays = copied / "8" / "arrays"
     kvstore = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{arrays}/"}).result()
-    key = "weights_00000/.zarray"
+    key = "small/.zarray"
     described = json.loads(kvstore[key])
-    described["chunks"] = [2**16, 2**16]
+    described["chunks"] = [2**32]
     kvstore[key] = json.dumps(described).encode()
     with pytest.raises(ktd.CheckpointError, match="in chunks no larger than the array"):
         ktd.restore(made("stock"), copied, step=8)
     assert ktd.restore(made("stock"), copied).step == 4
-    described |= {"chunks": [1, 1], "shape": [2**16, 2**16]}
+    described |= {"chunks": [1], "shape": [2**32]}
     kvstore[key] = json.dumps(described).encode()
-    with pytest.raises(ktd.CheckpointError, match=r"manifest=\(.*stored=\(65536, 65536\)"):
+    with pytest.raises(ktd.CheckpointError, match=r"manifest=\(.*stored=\(4294967296,\)"):
         ktd.restore(made("stock"), copied, step=8)
+
+
+@pytest.mark.parametrize("place", [[2**20, 2**20], [0, 1], [0, 2**20], [0, 2**40]])
+def test_a_small_array_is_within_those_that_are_stored(copied, place):
+    rewrite(copied, 8, put(*ROW, "packed", place))
+    with pytest.raises(ktd.CheckpointError, match=r"within one array|stored as in the manifest"):
+        ktd.restore(made("stock"), copied, step=8)
+    assert ktd.restore(made("stock"), copied).step == 4
+
+
+def test_small_arrays_that_are_stored_one_by_one_are_read(tmp_path, monkeypatch):
+    """As version 1 of the format had them."""
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.manifest.VERSION", 1)
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.packed.MOST_BYTES", 0)
+    model, _ = fit(tmp_path, tmp_path / "best.weights.h5", 1)
+    monkeypatch.undo()
+    assert not (tmp_path / "4" / "arrays" / "small").exists()
+    other = made("stock")
+    ktd.restore(other, tmp_path)
+    assert_close(other.get_weights(), model.get_weights(), 0)
 
 
 def keras_file(path, build=None):

@@ -235,3 +235,18 @@ def test_equal_to_one_device(name):
     expected = run(None)
     for mesh in ({"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}):
         assert_close(run(ktd.TPUStrategy(mesh, "tensor_parallel")), expected)
+
+
+def test_a_fit_traces_a_model_once_for_its_plan(monkeypatch):
+    """It plans again once the optimizer has slots; nothing that the model computes has changed."""
+    traced, stock = [], flow._traced
+    monkeypatch.setattr(flow, "_traced", lambda *given: traced.append(1) or stock(*given))
+    inputs = keras.Input((8,))
+    hidden = L.Dense(32, activation="relu")(inputs)
+    strategy = ktd.TPUStrategy(BY_FOUR, "tensor_parallel")
+    with strategy.scope():
+        model = keras.Model(inputs, L.Dense(8)(hidden))
+        model.compile("adam", "mse")
+        model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
+        model.evaluate(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
+    assert len(traced) == 1
