@@ -15,25 +15,26 @@ from keras_tpu_dist.common.errors import value_error
 # The key of the array.
 PACKED = "small"
 # The array is read whole, whatever of it is wanted.
-MOST_BYTES = 2**30
+MOST_BYTES = 2**26
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, tuple]]:
     """The arrays to store in place of small ones, and the place of each, by key.
 
     Args:
-        arrays: Small arrays of the host, by key.
+        arrays: Small arrays of the host, by key; those beyond `MOST_BYTES` stay as they are.
     """
-    size = sum(array.nbytes for array in arrays.values())
-    if not 0 < size <= MOST_BYTES:
-        return dict(arrays), {}
-    packed, places, start = np.empty(size, np.uint8), {}, 0
+    starts, size = {}, 0
     for key, array in arrays.items():
-        end = start + array.nbytes
-        packed[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        places[key] = start, size
-        start = end
-    return {PACKED: packed}, places
+        if array.size and size + array.nbytes <= MOST_BYTES:
+            starts[key], size = size, size + array.nbytes
+    stored = {key: array for key, array in arrays.items() if key not in starts}
+    if starts:
+        stored[PACKED] = np.empty(size, np.uint8)
+    for key, start in starts.items():
+        values = np.ascontiguousarray(arrays[key]).reshape(-1).view(np.uint8)
+        stored[PACKED][start : start + len(values)] = values
+    return stored, {key: (start, size) for key, start in starts.items()}
 
 
 def described(saved: Saved) -> Saved:
