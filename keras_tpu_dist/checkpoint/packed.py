@@ -46,10 +46,9 @@ def described(saved: Saved) -> Saved:
 
 def check_places(wanted: Sequence[Saved]) -> None:
     """Raises a `ValueError` if a manifest has a place outside of the packed array."""
-    inside = [saved for saved in wanted if saved.packed is not None]
-    least = min((saved.packed[1] for saved in inside), default=0)
-    for saved in inside:
-        start, size = saved.packed
+    inside = [(saved, *saved.packed) for saved in wanted if saved.packed is not None]
+    least = min((size for _, _, size in inside), default=0)
+    for saved, start, size in inside:
         if size != least or not start + bytes_of(saved.entry) <= size <= MOST_BYTES:
             raise value_error(
                 f"Small arrays are within one array of at most {MOST_BYTES:,} bytes.",
