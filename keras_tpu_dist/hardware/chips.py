@@ -66,8 +66,10 @@ _SMALL_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 #      slower than G's on v5e and later, and faster on v3 (1e11).
 #   C  Clock: peak / (2 x 128 x 128 x matrix units), with the number of units from G (v2: one in a
 #      core). At these clocks libtpu 0.0.42.1 estimates an 8192^3 bfloat16 matmul at 1.02 (v2),
-#      1.03 (v3), 1.08 (v4), 1.14 (v5e) and 1.11 (v5p) times its time at peak; at those assumed for
-#      v6e and tpu7x at 1.42 and 1.24 times.
+#      1.03 (v3), 1.08 (v4), 1.14 (v5e) and 1.11 (v5p) times its time at peak.
+#   M  Clock at which the same estimate is what was measured: 1.11 times the time at peak on v6e,
+#      1.24 on tpu7x (1.29 for 4096^3, 1.21 for 16384^3): github.com/AI-Hypercomputer/tpu-recipes,
+#      microbenchmarks/README.md and microbenchmarks/ironwood/README.md.
 #   L  libtpu 0.0.42.1: the "available HBM" in its message if a program does not fit.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
@@ -190,7 +192,7 @@ CHIPS: dict[str, Chip] = {
             vmem_bytes=128 * _MIB,  # J
             hbm_bandwidth=1638e9,  # G
             flops=(("bfloat16", 918e12), ("int8", 1836e12)),  # G
-            clock=1.75e9,  # none published; v5p's. The rule of C gives 3.5, faster than libtpu
+            clock=2.24e9,  # none published: M. The rule of C gives 3.5, faster than libtpu
             link_bandwidth=100e9,  # G: 800 GBps
             dcn_bandwidth=12.5e9,  # G: 100 Gbps
             assumed=("clock",),
@@ -211,7 +213,7 @@ CHIPS: dict[str, Chip] = {
             vmem_bytes=64 * _MIB,  # J
             hbm_bandwidth=7380e9,  # G
             flops=(("bfloat16", 2307e12), ("float8", 4614e12)),  # G
-            clock=2.20e9,  # none published
+            clock=2.20e9,  # none published: M
             link_bandwidth=100e9,  # G: 1200 GBps
             dcn_bandwidth=12.5e9,  # G: 100 Gbps
             assumed=("clock",),

@@ -120,12 +120,13 @@ def estimate(
     exposed = cost.exposed_link_seconds
     bounds = {"compute": compute, "HBM": hbm, "links": link}
     bound = max(bounds, key=bounds.__getitem__)
-    if kernels > _KERNEL_FACTOR * max(bounds.values()):
+    times_too_high = _QUICK_OVER if effort == "quick" else (1.0, 1.0)
+    # What quick effort is off by is no reason to blame small operations.
+    if cycles / times_too_high[1] + roofline / _OF_ROOFLINE > _KERNEL_FACTOR * max(bounds.values()):
         bound = "kernels"
     step = max(kernels + exposed, *bounds.values())
     dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
     factor = None if calibration is None else calibration.factor(effort)
-    times_too_high = _QUICK_OVER if effort == "quick" else (1.0, 1.0)
     least = cycles / times_too_high[1] + roofline
     most = cycles / times_too_high[0] + roofline / _LEAST_OF_ROOFLINE
     # An "exact" program has less traffic: the traffic of a quick one is no lower bound; and it may

@@ -187,6 +187,8 @@ def _explained(run: "DryRun", tiles: Iterable[str]) -> str:
     ]
     if run.calibration:
         words.append(("calibration", f"rates and factors that were measured: {run.calibration}"))
+    else:
+        words.append(("when measured", run._when_measured(e)))
     return definitions(words)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from keras_tpu_dist.hardware.measured import Spread, spread_of
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
@@ -154,6 +155,15 @@ class DryRun(Page):
         return math.prod(size for _, size in self.mesh)
 
     @property
+    def spread(self) -> Spread | None:
+        """What published programs like this one took when measured, over their estimates; `None` if
+        there is none of its kind, or no estimate."""
+        if self.estimate is None or self.compiled_for == "CPU":
+            return None
+        chip = Topology.parse(self.compiled_for).chip.name
+        return spread_of(chip, self.mode, self.estimate.bound, self.effort)
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: `model_flops` over what all devices could do in the time of a
         step.
@@ -220,6 +230,7 @@ class DryRun(Page):
         data["mfu"] = self.mfu
         data["step_range"] = self.step_range
         data["ranges"] = _ranges(self)
+        data["spread"] = self.spread and asdict(self.spread)
         return data
 
     def to_json(self) -> str:
@@ -381,8 +392,20 @@ class DryRun(Page):
                 f"{self._of}, estimate",
                 f"{e.span_words}, {how}",
             ),
+            # Your own measurements come before those of others.
+            *([] if self.calibration else [("when measured", self._when_measured(e))]),
             *self._rates(),
         ]
+
+    def _when_measured(self, e: Estimate) -> str:
+        """What published programs like this took: over an exact estimate, or in this one's time."""
+        spread = self.spread
+        if spread is None:
+            return f"not known: no published {self._of} is bound by {e.bound}"
+        if self.effort == "exact":
+            return f"{spread.span} of that: {spread.programs}"
+        times = span_text(e.step * spread.low, e.step * spread.high, duration_text)
+        return f"{times}: {spread.programs}"
 
     def _rates(self) -> Iterator[tuple[str, str]]:
         """Numbers derived from the time of a step, as ranges like the time itself."""

@@ -192,6 +192,25 @@ class Ranking(Page):
         parts.append(f"{used:.0%} of the memory is used")
         return f"bound by {e.bound}: {', '.join(parts)}"
 
+    @property
+    def undecided(self) -> str:
+        """In words, that the first two are closer than estimates of such programs are right; empty
+        if they are not, or if no such program was published."""
+        first, second = (*self.compiled, None, None)[:2]
+        if self.best is None or second is None or second.run is None or not second.run.fits:
+            return ""
+        spread = first.run.spread if first and first.run else None
+        error = None if spread is None else spread.error
+        if error is None or first.run.effort != second.run.effort or not first.seconds_a_row:
+            return ""
+        ahead = second.seconds_a_row / first.seconds_a_row - 1
+        if ahead >= error:
+            return ""
+        return (
+            f"the first two differ by {ahead:.1%}, and estimates of published programs like these "
+            f"by {error:.1%}: measure both"
+        )
+
     def _title(self) -> str:
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
@@ -206,6 +225,7 @@ class Ranking(Page):
     def __str__(self) -> str:
         first = "none fits" if self.best is None else f"the first is {self.limit}"
         lines = [*wrapped(self._title(), text_width()), *wrapped(first, text_width())]
+        lines += wrapped(self.undecided, text_width()) if self.undecided else []
         if self.candidates:
             lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT, _LEAVE_OUT))
         return "\n".join([*lines, *self._line()])
@@ -230,6 +250,7 @@ class Ranking(Page):
         head = f"<h1>{html.escape(title)}, the fastest that fits first</h1>"
         table = sortable((*header, "of the HBM"), rows)
         by = [f"<p>calibrated by {html.escape(self.calibration)}</p>"] if self.calibration else []
+        by += [f"<p>{html.escape(self.undecided)}</p>"] if self.undecided else []
         parts = [head, *by, *map(code, self._line()), *self._drawing(), table, self._words()]
         return document(title, parts)
 
@@ -251,6 +272,7 @@ class Ranking(Page):
             "topology": self.topology,
             "seconds": self.seconds,
             "calibration": self.calibration,
+            "undecided": self.undecided,
             "candidates": [
                 {
                     "strategy": str(tried.candidate),

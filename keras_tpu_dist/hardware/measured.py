@@ -1,0 +1,100 @@
+"""What programs took whose times were published, over what a dry run estimates for them."""
+
+import math
+from dataclasses import dataclass
+
+from keras_tpu_dist.hardware.calibration import Calibration
+
+# Chip, mode, what bounds the step, effort, and the ratio, with libtpu 0.0.41. They are printed by
+# `python benchmarks/published.py --ratios`; tests/dryrun/test_measured.py compares them.
+RATIOS: tuple[tuple[str, str, str, str, float], ...] = (
+    ("v5e", "train", "compute", "exact", 1.057),
+    ("v5e", "train", "compute", "exact", 0.973),
+    ("v5e", "train", "compute", "exact", 1.06),
+    ("v5e", "train", "compute", "exact", 1.017),
+    ("v6e", "train", "compute", "exact", 0.911),
+    ("tpu7x", "train", "compute", "exact", 0.94),
+    ("v5e", "train", "compute", "quick", 0.337),
+    ("v3", "train", "HBM", "quick", 0.638),
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far estimates of programs like one are off.
+
+    Attributes:
+        ratios: Measured times over `run.estimate.step`, ascending.
+        effort: The effort of the estimates.
+        chip: The chip, or `""` if none of them ran on this one, and others did.
+        kind: The kind of program, in words.
+    """
+
+    ratios: tuple[float, ...]
+    effort: str
+    chip: str
+    kind: str
+
+    @property
+    def low(self) -> float:
+        """The smallest ratio."""
+        return self.ratios[0]
+
+    @property
+    def high(self) -> float:
+        """The largest."""
+        return self.ratios[-1]
+
+    @property
+    def error(self) -> float | None:
+        """The mean error of a ratio foretold by the others' geometric mean; `None` for one."""
+        errors = self.left_out
+        return sum(map(abs, errors)) / len(errors) if errors else None
+
+    @property
+    def left_out(self) -> list[float]:
+        """The error of each ratio foretold by the geometric mean of all others."""
+        logs = [math.log(ratio) for ratio in self.ratios]
+        if len(logs) < 2:
+            return []
+        others = [(sum(logs) - log) / (len(logs) - 1) for log in logs]
+        return [math.exp(log - other) - 1 for log, other in zip(logs, others, strict=True)]
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The same as a `Calibration`, if the ratios are of the chip."""
+        if not self.chip:
+            return None
+        source = f"{self.programs} ({self.kind})"
+        return Calibration(self.chip, source=source, **{self.effort: (self.low, self.high)})
+
+    @property
+    def programs(self) -> str:
+        """What was measured, in words."""
+        many = "program" if len(self.ratios) == 1 else "programs"
+        where = f"on {self.chip}" if self.chip else "on other chips"
+        return f"{len(self.ratios)} published {many} like this, {where}"
+
+    @property
+    def span(self) -> str:
+        """The ratios in words."""
+        return " to ".join(dict.fromkeys((f"{self.low:.2f}", f"{self.high:.2f}")))
+
+
+def spread_of(chip: str, mode: str, bound: str, effort: str) -> Spread | None:
+    """The ratios of published programs of a kind, on a chip, or else on any.
+
+    Args:
+        chip: The chip's short name.
+        mode: `"train"`, `"generate"` and so on.
+        bound: What takes most of the step; see `Estimate`.
+        effort: The effort of the dry run.
+
+    Returns:
+        The ratios, or `None` if no program of this kind was measured.
+    """
+    alike = [row for row in RATIOS if row[1:4] == (mode, bound, effort)]
+    here = [row for row in alike if row[0] == chip]
+    ratios = tuple(sorted(row[4] for row in here or alike))
+    kind = f"{mode}, bound by {bound}"
+    return Spread(ratios, effort, chip if here else "", kind) if ratios else None
