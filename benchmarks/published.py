@@ -39,7 +39,7 @@ import jax
 import keras
 from keras import ops
 
-from keras_tpu_dist.hardware.measured import Spread
+from keras_tpu_dist.hardware.measured import PublishedRatios
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.text import duration_text, size_text
 
@@ -618,7 +618,7 @@ def print_errors(done: Mapping[Any, Any]) -> None:
         for where in (chip, "all"):
             groups.setdefault((f"{mode}, bound by {bound}", effort, where), []).append(ratio)
     for (kind, effort, where), found in sorted(groups.items()):
-        spread = Spread(tuple(sorted(found)), effort, where, kind)
+        spread = PublishedRatios(tuple(sorted(found)), effort, where, kind)
         errors = [abs(error) for error in spread.left_out]
         cells = [kind, effort, where, str(len(found)), spread.span]
         cells += [f"{spread.error:.1%}", f"{max(errors):.1%}"] if errors else ["", ""]

@@ -20,7 +20,7 @@ RATIOS: tuple[tuple[str, str, str, str, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Spread:
+class PublishedRatios:
     """How far estimates of programs like one are off.
 
     Attributes:
@@ -65,8 +65,10 @@ class Spread:
         """The same as a `Calibration`, if the ratios are of the chip."""
         if not self.chip:
             return None
+        span = (self.low, self.high)
+        exact, quick = (span, None) if self.effort == "exact" else (None, span)
         source = f"{self.programs} ({self.kind})"
-        return Calibration(self.chip, source=source, **{self.effort: (self.low, self.high)})
+        return Calibration(self.chip, quick=quick, exact=exact, source=source)
 
     @property
     def programs(self) -> str:
@@ -81,7 +83,7 @@ class Spread:
         return " to ".join(dict.fromkeys((f"{self.low:.2f}", f"{self.high:.2f}")))
 
 
-def spread_of(chip: str, mode: str, bound: str, effort: str) -> Spread | None:
+def spread_of(chip: str, mode: str, bound: str, effort: str) -> PublishedRatios | None:
     """The ratios of published programs of a kind, on a chip, or else on any.
 
     Args:
@@ -97,4 +99,4 @@ def spread_of(chip: str, mode: str, bound: str, effort: str) -> Spread | None:
     here = [row for row in alike if row[0] == chip]
     ratios = tuple(sorted(row[4] for row in here or alike))
     kind = f"{mode}, bound by {bound}"
-    return Spread(ratios, effort, chip if here else "", kind) if ratios else None
+    return PublishedRatios(ratios, effort, chip if here else "", kind) if ratios else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keras_tpu_dist.hardware.measured import Spread, spread_of
+from keras_tpu_dist.hardware.measured import PublishedRatios, spread_of
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
@@ -155,7 +155,7 @@ class DryRun(Page):
         return math.prod(size for _, size in self.mesh)
 
     @property
-    def spread(self) -> Spread | None:
+    def spread(self) -> PublishedRatios | None:
         """What published programs like this one took when measured, over their estimates; `None` if
         there is none of its kind, or no estimate."""
         if self.estimate is None or self.compiled_for == "CPU":

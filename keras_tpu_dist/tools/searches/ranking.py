@@ -196,19 +196,21 @@ class Ranking(Page):
     def undecided(self) -> str:
         """In words, that the first two are closer than estimates of such programs are right; empty
         if they are not, or if no such program was published."""
-        first, second = (*self.compiled, None, None)[:2]
-        if self.best is None or second is None or second.run is None or not second.run.fits:
+        if self.best is None or len(self.compiled) < 2:
             return ""
-        spread = first.run.spread if first and first.run else None
-        error = None if spread is None else spread.error
-        if error is None or first.run.effort != second.run.effort or not first.seconds_a_row:
+        first, second = self.compiled[:2]
+        one, other = first.run, second.run
+        spread = None if one is None else one.spread
+        if one is None or other is None or spread is None or spread.error is None:
+            return ""
+        if not other.fits or one.effort != other.effort:
             return ""
         ahead = second.seconds_a_row / first.seconds_a_row - 1
-        if ahead >= error:
+        if ahead >= spread.error:
             return ""
         return (
             f"the first two differ by {ahead:.1%}, and estimates of published programs like these "
-            f"by {error:.1%}: measure both"
+            f"by {spread.error:.1%}: measure both"
         )
 
     def _title(self) -> str:
