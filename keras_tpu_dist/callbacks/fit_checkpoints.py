@@ -233,7 +233,9 @@ class FitCheckpoints:
         if trained:
             self._compiled = replace(self._compiled, rate=training["compiled"]["rate"])
         place.step = place.saved_step = training["step"]
-        # If a callback stopped training, nothing is left to do.
+        # `reached`: `StopAtStep` stopped the run at this number of steps, and a larger number goes
+        # on. `stopped`: a callback did, at an epoch's end (`done`, the batches of an epoch that is
+        # not complete, is 0), and nothing is left to do.
         reached = training["reached"]
         stopped = (training["stopped"] and not training["done"]) or reached is not None
         stopped &= not goes_beyond(fit.callbacks, reached)

@@ -98,7 +98,7 @@ class _Owner:
                 self.made = _nothing
         return value
 
-    def held_beside(self) -> None:
+    def note_outside_reader(self) -> None:
         """Notes that a call of a model reads the variable and keeps its array for long."""
         with self.lock:
             self.made = _nothing

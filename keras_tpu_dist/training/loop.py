@@ -298,6 +298,8 @@ class Training(StepLoop):
         return {} if fit.batches_to_skip else self._trainer.get_metrics_result()
 
     def _launch(self, groups, batch, steps):
+        # `groups` are the lists that Keras made when its loop began, `self._variables` the objects.
+        # Between launches the arrays are the truth: variables get them when somebody reads.
         watch = self._fit.watch
         kind = steps > 1, None if watch is None else watch.mask
         program = self._programs.get(kind) or self._made_program(*kind)

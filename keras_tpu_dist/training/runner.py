@@ -221,7 +221,7 @@ class Runner:
         with contextlib.ExitStack() as locks:
             for _, owner in sorted(owners.items()):
                 locks.enter_context(owner.lock)
-                owner.held_beside()
+                owner.note_outside_reader()
             state = tuple(_keras.values_of(group) for group in groups)
         if len(groups) == len(_keras.state_groups(model)) and member.guard is not None:
             member.guard.read(state)

@@ -74,7 +74,7 @@ class Turns:
         """Reads a variable; called after `_keras.set_owner`. See `Buffers.hand_out`."""
         return self.buffers.hand_out(variable, stock)
 
-    def held_beside(self) -> None:
+    def note_outside_reader(self) -> None:
         """Records that a call reads variables of the model, and keeps their arrays for long."""
         with self.lock:
             if self.elsewhere:

@@ -181,6 +181,7 @@ class _Step:
         jaxpr, shapes = trace(state, data)
         graph, inputs = graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data))
         count, outputs = len(jax.tree.leaves(state)), {}
+        # A train step returns its new state last, in the order of the old one.
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
             first = len(graph.outputs) - count
             outputs = {first + i: i for i in range(count)}

@@ -318,6 +318,7 @@ def _more_rows(run: "DryRun", levers: Levers) -> Iterator[Change]:
     now = run.batch_size / e.step
     rows = levers.rows
     grown = max(times * rows, _ROWS_AT_ONCE) / max(rows, _ROWS_AT_ONCE) if rows else times
+    # `share` of a step does not grow with its rows, the rest grows `grown` times.
     after = times * now / (share + grown * (1 - share))
     if times > 1 and after >= (1 + _WORTH) * now:
         rows = times * run.batch_size

@@ -156,6 +156,11 @@ def _tuple_element(
 def _steps(
     program: Program, condition: Computation, start: _Element, after: _Element
 ) -> int | None:
+    """How many steps until the condition is false, from its two sides before and after one step.
+
+    The distance between the sides changes by the same amount in each step; for a condition such as
+    `i > n`, both change sign.
+    """
     sides = _comparison(program, condition, condition.root, start)
     next_sides = _comparison(program, condition, condition.root, after)
     if sides is None or next_sides is None:

@@ -298,7 +298,11 @@ class _Start:
         return end.code == -signal.SIGABRT and self._readers[end.number].ended_by_jax
 
     def _first(self, failed: list[_End]) -> _End:
-        """The end of which others are the consequence, maybe one without an error."""
+        """The end of which others are the consequence, maybe one without an error.
+
+        Among those with an error the first by rank. If its error is itself a consequence, such as a
+        lost connection, a process that had already ended without an error was the first.
+        """
         ended = [end for end in self._ends.values() if not end.code]
         first = min((*failed, *(end for end in ended if end.failure)), key=self._rank)
         before = [end for end in ended if end.at < first.at]

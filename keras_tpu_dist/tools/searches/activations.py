@@ -381,8 +381,9 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]
             and its results are the gradients of the first of them.
     """
     program = program_of(trace, num_weights, rows)
+    # Twice: the first pass holds every result that saves memory. A result all of whose inputs are
+    # held as long in any case saves nothing: it is left out of the second.
     first = _held(program.operations, frozenset())
-    # If all inputs of a small result are held as long in any case, the result need not be.
     needless = frozenset(
         id(v) for v, roots in first if roots and all(r.dies >= v.dies for r in roots)
     )

@@ -280,6 +280,8 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
         cut, operand = summed, product.read_bytes
     pieces = _PASSES * product.weight_bytes / summed.ways / made.ways
     laid_out = operand * placed.share / cut.ways * padding(cut.size / ways)
+    # How often the ring is walked: for the gradient; to gather the weight forwards; and again, if
+    # the forward pass is recomputed.
     uses = 1.0
     if stored and (again or product.taps > 1):
         # A convolution also uses the gathered weight once more, and so does recomputation.
