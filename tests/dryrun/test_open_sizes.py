@@ -150,7 +150,7 @@ OPEN = {
 
 
 @pytest.mark.parametrize("make", OPEN, ids=lambda make: make.__name__)
-def test_the_error_names_the_input_and_has_an_x_to_paste(make):
+def test_the_error_names_the_input(make):
     with pytest.raises(ValueError, match="is open") as raised:
         ktd.dry_run(make, _slice(), batch_size=ROWS)
     text = str(raised.value)
@@ -158,9 +158,6 @@ def test_the_error_names_the_input_and_has_an_x_to_paste(make):
         named = f"'{tensor.name}'" in text
         assert named == (None in tensor.shape[1:] and not tensor.name.startswith("keras_tensor"))
     assert ("sequence_length=512" in text) == (make is not images)
-    x = eval(re.search(r"x=(.*?) with your", text)[1], {"jax": jax})
-    lowered = lower(make, _strategy(), x=x, batch_size=ROWS, platform="cpu")
-    assert lowered.rows == ROWS
 
 
 def test_what_sequence_length_leaves_open_is_in_the_error():
@@ -169,8 +166,6 @@ def test_what_sequence_length_leaves_open_is_in_the_error():
     text = str(raised.value)
     assert "'token_ids'" not in text
     assert "sequence_length=" not in text
-    assert '"token_ids": jax.ShapeDtypeStruct((1, 32), "int32")' in text
-    assert '"images": jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")' in text
 
 
 def test_open_sizes_of_what_is_given():
@@ -179,7 +174,7 @@ def test_open_sizes_of_what_is_given():
     lowered = lower(words, _strategy(), x=x, y=y, batch_size=8, sequence_length=32, platform="cpu")
     assert lowered.state.inputs == 4 * (32 + 32 * 4)
     x = jax.ShapeDtypeStruct((1, 32), "int32")
-    with pytest.raises(ValueError, match=r"y of shape \(1, None, 4\).*y=jax\.ShapeDtypeStruct"):
+    with pytest.raises(ValueError, match=r"y of shape \(1, None, 4\).*jax\.ShapeDtypeStruct"):
         lower(words, _strategy(), x=x, y=y, batch_size=8, platform="cpu")
     tokens = {"token_ids": keras.KerasTensor((1, None), "int32")}
     lowered = lower(

@@ -1,7 +1,6 @@
 """Open sizes in a model's inputs: fills some, and raises an error for the others."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +9,7 @@ import keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 
-# Sizes in the error's example: for texts, for images, for anything else.
-_EXAMPLES = {"time": 512, "image": 224, "count": 8}
-_TEXT_RANK, _IMAGE_RANK = 3, 4
-_ELEMENTS = ("x", "y", "sample_weight")
+_TEXT_RANK = 3
 
 
 def filled(
@@ -53,7 +49,7 @@ def filled(
         open_ if sequence_length is None or not time else () for open_, time in zip(sizes, times)
     ]
     if any(still):
-        raise _open_sizes(treedef, leaves, names, axes, still, sequence_length)
+        raise _open_sizes(leaves, names, still)
     return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, leaves))
 
 
@@ -94,60 +90,18 @@ def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> Va
     )
 
 
-def _open_sizes(
-    treedef: Any,
-    leaves: list,
-    names: list[str],
-    axes: list[int | None],
-    still: list[tuple[int, ...]],
-    sequence_length: int | None,
-) -> ValueError:
+def _open_sizes(leaves: list, names: list[str], still: list[tuple[int, ...]]) -> ValueError:
     found = [
         f"{_shown(name, leaf)} of shape {tuple(leaf.shape)}"
         for name, leaf, open_ in zip(names, leaves, still)
         if open_
     ]
     times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still))
-    examples = [_example(leaf, a, open_) for leaf, a, open_ in zip(leaves, axes, still)]
-    data = jax.tree.unflatten(treedef, examples)
-    parts = dict(zip(_ELEMENTS, data if isinstance(data, tuple) else (data,)))
-    with_open = {n.partition("[")[0] for n, open_ in zip(names, still) if open_}
-    paste = ", ".join(f"{n}={_source(part)}" for n, part in parts.items() if n in with_open)
     length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
     return ValueError(
         message(
             "A dry run needs known sizes, but a size of an input is open.",
             received=f"{'; '.join(found)}.",
-            fix=f"Give {length}{paste} with your own sizes.",
+            fix=f"Give {length}arrays, or jax.ShapeDtypeStruct(shape, dtype) with your own sizes.",
         )
     )
-
-
-def _example(leaf: Any, axis: int | None, open_: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    shape = list(leaf.shape)
-    for i in open_:
-        images = len(shape) >= _IMAGE_RANK and (len(shape) == _IMAGE_RANK or i > open_[0])
-        kind = "time" if len(shape) <= _TEXT_RANK else "image" if images else "count"
-        shape[i] = _EXAMPLES[kind]
-    if axis is not None and axis < len(shape):
-        shape[axis] = 1
-    return jax.ShapeDtypeStruct(tuple(shape), keras.backend.standardize_dtype(leaf.dtype))
-
-
-def _source(structure: Any) -> str:
-    """A structure of shapes as a line of Python."""
-    if isinstance(structure, jax.ShapeDtypeStruct):
-        return f'jax.ShapeDtypeStruct({structure.shape}, "{structure.dtype}")'
-    if isinstance(structure, Mapping):
-        return f"{{{', '.join(_entries(structure))}}}"
-    if isinstance(structure, (list, tuple)):
-        inner = ", ".join(map(_source, structure))
-        if isinstance(structure, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(structure) == 1 else f"({inner})"
-    return repr(structure)
-
-
-def _entries(structure: Mapping) -> Iterator[str]:
-    for key, value in structure.items():
-        yield f"{json.dumps(key) if isinstance(key, str) else repr(key)}: {_source(value)}"
