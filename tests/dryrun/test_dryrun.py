@@ -609,15 +609,6 @@ def test_what_build_raises_comes_through():
     assert keras.distribution.distribution() is None
 
 
-def test_a_mesh_that_does_not_fill_the_slice():
-    with pytest.raises(ValueError, match=r"multiply to 6, on 8 device"):
-        ktd.TPUStrategy({"data": 3, "model": 2}, topology="v5e:2x4")
-    with pytest.raises(ValueError, match=r"^Did you mean 'v5e:.*TPU slice that exists"):
-        ktd.TPUStrategy(topology="v5e:4x5")
-    with pytest.raises(ValueError, match=r"devices or a topology, not both"):
-        ktd.TPUStrategy(devices=jax.devices(), topology="v5e:2x4")
-
-
 # --- the compiling process -------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.compile import is_about_hbm
 from keras_tpu_dist.tools.dryrun.run import dry_run
 from keras_tpu_dist.tools.searches.compare import compare
-from keras_tpu_dist.tools.searches.largest_batch import largest_batch
 from keras_tpu_dist.tools.shell.main import main
 from keras_tpu_dist.training.flops import count_tokens
 
@@ -96,15 +95,6 @@ def test_a_kernel_that_is_too_large_is_no_matter_of_the_batch():
 def test_pixels_are_no_tokens():
     assert count_tokens(np.zeros((8, 784), "uint8")) == 0
     assert count_tokens(np.zeros((8, 784), "int32")) == 8 * 784
-
-
-def test_no_compilation_finds_no_batch():
-    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
-    with pytest.raises(
-        ValueError,
-        match=r"max_compiles of largest_batch is a whole number.*Received: max_compiles=0",
-    ):
-        largest_batch(mlp, strategy, max_compiles=0)
 
 
 def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
