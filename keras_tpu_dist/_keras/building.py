@@ -238,7 +238,6 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
     """Sets a variable's layout and leaves its value where it is.
 
     Args:
-        variable: The variable, also one without a value.
         layout: The layout for Keras to find, such as a `jax.sharding.NamedSharding`.
 
     Public replacement: none; see `attributes_restored`.

@@ -75,7 +75,6 @@ def serve(
     Args:
         find_strategy: Returns the strategy to run a model under, or `None` for stock Keras.
         created: Called with every new model, and every one that is compiled.
-        compiling: Returns the context in which a model is compiled.
         reading: Called as `reading(variables, read)`; calls `read()`, which reads them together.
         writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is
             Keras's own function.

@@ -45,7 +45,6 @@ def xla_attention(
         value: `(batch, source, kv_heads, value_width)`.
         bias: Broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
         mask: Boolean, broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
-        scale: Factor of the logits.
         is_causal: Whether query `i` sees only keys `0..i`.
         soft_cap: `cap * tanh(logits / cap)` before the bias is added, or `None`.
 
@@ -130,7 +129,6 @@ def dot_product_attention(
         query: `(batch, time, heads, width)`.
         key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
         value: `(batch, source, kv_heads, value_width)`.
-        mesh: The mesh of the computation.
         data_axes: Mesh axes that split the batch; may be empty.
         head_axes: Mesh axes that may split the heads; by default all that are not in `data_axes`.
             If the number of heads is not divisible by an axis, the axis is left out.

@@ -78,7 +78,6 @@ def seen_of(rows: np.ndarray, columns: np.ndarray, source: int) -> np.ndarray:
     Args:
         rows: The number of each query, of which it sees the keys up to its own.
         columns: The number of each key, ascending.
-        source: The number of keys that there are.
     """
     size = (len(rows), len(columns))
     if columns[0] > rows.max() or columns[0] >= source:
@@ -100,7 +99,6 @@ def heads_first(x: jax.Array, length: int) -> jax.Array:
     """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind.
 
     Args:
-        x: The array.
         length: `time`, padded.
     """
     x = jnp.swapaxes(x, 1, 2)
@@ -154,7 +152,6 @@ def seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
 
     Args:
         valid: Which keys may be seen, `(batch, source)`.
-        time: Number of queries.
         is_causal: Whether query `i` sees only keys `0..i`.
     """
     if not is_causal:

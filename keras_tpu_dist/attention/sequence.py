@@ -149,7 +149,6 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
 
     Args:
         local: `(query, key, value, mask)`, with all keys and values.
-        axis: The axis that splits them along time.
     """
 
     def attention(query, key, value, mask):
@@ -218,7 +217,6 @@ def causal_local(
         key: `(batch, source, kv_heads, width)`, or a device's part of it.
         value: `(batch, source, kv_heads, value_width)`, likewise.
         valid: Which keys may be seen, `(batch, source)`, or `None` for all.
-        axis: The axis that splits queries along time.
 
     Returns:
         `(batch, rows, heads, value_width)`.

@@ -21,7 +21,6 @@ class Torus:
     """Chips of a slice, and the devices of a mesh on them.
 
     Args:
-        sides: Chips along x, y and z.
         rings: For every side, whether its links close to a ring.
         places: For every device of the mesh, in the mesh's order: slice, x, y, z, and core.
     """

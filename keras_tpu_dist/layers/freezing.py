@@ -26,7 +26,6 @@ class Frozen(Printed):
     """The weights of a model that train after `freeze`, and those that do not.
 
     Attributes:
-        frozen: Paths of the weights that the patterns froze.
         others: Paths of the weights that do not train for another reason: averages of
             `BatchNormalization`, kernels under LoRA, quantized kernels, layers with
             `trainable=False`.

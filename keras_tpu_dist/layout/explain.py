@@ -84,11 +84,7 @@ class VariableRow(Printed):
 
 @dataclass(frozen=True)
 class OutputRow:
-    """One layer whose output has a layout.
-
-    Attributes:
-        reason: The annotation, rule or plan that decided.
-    """
+    """One layer whose output has a layout."""
 
     path: str
     layout: Any

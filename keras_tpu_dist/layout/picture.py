@@ -32,7 +32,6 @@ def picture_of(
 
     Args:
         what: What to draw; `None` for the mesh.
-        placement: Returns the placement of a model.
         layout: Returns the layout of a variable, and a warning if it is uncertain.
     """
     if what is None:

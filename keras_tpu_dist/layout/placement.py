@@ -30,7 +30,6 @@ class Setting:
     """The strategy's options for the decision.
 
     Attributes:
-        data_axes: The axes of the mesh that split the batch.
         layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
         batch_first: Whether the batch is the first dimension, so that plans may set layouts of

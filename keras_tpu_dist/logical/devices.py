@@ -64,9 +64,6 @@ class SplitToLogicalDevices(_TensorAnnotation):
 
     It splits over the logical devices of the strategy that the model runs under. Without a
     strategy, or with one logical device, it returns its input.
-
-    Args:
-        partition_dimensions: The number of parts, for every dimension.
     """
 
     # Otherwise `lint` would report mesh axes that split no weight as unused.

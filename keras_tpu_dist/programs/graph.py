@@ -23,7 +23,6 @@ class Atom:
     Attributes:
         aval: Its shape and dtype.
         operation: The operation that computes it, `None` for an input or a constant.
-        constant: Its array, if it is a constant or a literal.
     """
 
     aval: Any

@@ -103,9 +103,6 @@ def any_equation(
     """Whether an equation of a program, or of one that it calls, has a property.
 
     Equations that are not of interest are passed by, and what they call.
-
-    Args:
-        of_interest: Whether an equation is of interest. Defaults to all.
     """
     seen: set[int] = set()
 

@@ -39,7 +39,6 @@ class MatrixProduct:
         flops: Its operations, once: 2 for each multiplication.
         weight: Which weight it reads, by number, or `None` for a product of activations.
         contracted: The dimensions of the weight that are summed over.
-        read_bytes: Bytes of its operands, without the weight.
         taps: Places of a convolution's window, 1 of other products.
     """
 

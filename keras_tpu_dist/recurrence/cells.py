@@ -153,7 +153,6 @@ class Cell(Protocol):
         """One step: `(new state, the activations' inputs)`.
 
         Args:
-            product: How products with the recurrent kernel are computed.
             recurrent: `(..., units, gates * units)`.
             bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
             projected: The projected input including its bias, `(..., batch, gates * units)`.

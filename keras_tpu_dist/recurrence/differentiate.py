@@ -103,11 +103,7 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The mesh axes that split the batch, if any.
-
-    Args:
-        axes: Names of the mesh axes that split the batch.
-    """
+    """The mesh axes that split the batch, if any."""
 
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()

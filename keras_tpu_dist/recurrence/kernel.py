@@ -71,7 +71,6 @@ def over_time(
     Args:
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)` of one direction.
             It must not use other arrays.
-        held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)`.
         inputs: Arrays `(time, batch, ...)`.
         unroll: The maximal number of steps in one iteration; the largest divisor of the length of

@@ -117,7 +117,6 @@ class SavedStates(NamedTuple):
     Args:
         states: The states after every step; from a kernel, the states before every step if only
             products read them, in the products' precision.
-        first: The states before the first step.
         inputs: The activations' inputs of all steps, or None; from a kernel whose cell only needs
             the states after every step, those.
     """
@@ -197,7 +196,6 @@ def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) ->
     Args:
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)`, in a kernel of
             one direction. There it must not use other arrays.
-        held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)` or `(2, batch, units)`.
         inputs: Arrays over time, `(time, batch, ...)` or `(time, 2, batch, ...)`.
 

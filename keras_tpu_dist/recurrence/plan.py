@@ -130,7 +130,6 @@ def need(
 
     Args:
         reread: See `Kernel`.
-        hoist: Whether the input is projected before the loop.
     """
     rows = -(-sizes.batch // (parts * TILE_ROWS)) * TILE_ROWS
     units, features = padded(sizes.units), padded(sizes.features or 1)
@@ -211,7 +210,6 @@ class Variant(Printed):
     Args:
         keep: Whether the forward pass keeps the activations' inputs.
         hoist: Whether the input of all steps is projected before the loop.
-        unroll: Steps per iteration of the compiled loop.
         segment: Steps between states that are kept, or None for all steps.
         kernel: The kernel for the loop, or None for a compiled loop.
         unrolled: Whether there is no loop, and every step has separate arrays.

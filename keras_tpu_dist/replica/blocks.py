@@ -71,7 +71,6 @@ def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax
     Args:
         blocks: The arrays by the number of their replica, at least for the replicas of this
             process.
-        axis: The dimension along which they are joined.
     """
     hosts = {replica: np.asarray(block) for replica, block in blocks.items()}
     first = next(iter(hosts.values()))

@@ -24,7 +24,6 @@ class Leaf:
     """One leaf of the arguments.
 
     Attributes:
-        value: The array, or the object itself for a constant.
         split: The dimension split over the replicas, or `None` if all replicas get the whole value.
         stacked: Whether the split dimension only counts replicas.
         constant: Whether it is not an array, and so part of the program's key.

@@ -26,9 +26,7 @@ class Launches:
     """The launches of one pass over a dataset, as `strategy.loop` makes them.
 
     Args:
-        args: The function's arguments after the batch.
         alike: Whether batches of one shape are launched together.
-        every: Whether to return the results of every step.
     """
 
     def __init__(

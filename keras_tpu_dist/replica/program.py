@@ -114,7 +114,6 @@ class ReplicaProgram:
     Args:
         function: Returns the user's function. Programs are cached as long as the function lives, so
             they must not keep it alive.
-        buffers: The arrays that the strategy's programs consume.
 
     Raises:
         ValueError: If the function returns something other than arrays, if an update of a variable

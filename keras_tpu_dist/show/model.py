@@ -47,7 +47,6 @@ class Box:
     """A block of the drawing.
 
     Attributes:
-        times: How often the block repeats in the model.
         layers: The number of layers of one kind that share the box; `rows` has all their weights.
     """
 

@@ -117,9 +117,7 @@ class TableCell:
     """A cell of a table.
 
     Attributes:
-        text: Its plain text.
         value: The number to sort by; without one, the table sorts by the text.
-        markup: HTML instead of the text, such as a bar.
     """
 
     text: str

@@ -16,7 +16,6 @@ class Stage:
     Attributes:
         work: The work, such as `"dry run"`.
         words: The current stage; `None` once the work has ended.
-        of: The number of all stages, as far as known.
         depth: 0 for the outermost work, 1 for work that is a stage of it, and so on.
     """
 

@@ -18,7 +18,6 @@ def torus_svg(
     """Draws the chips of a slice and the links they use; a group of chips has one colour.
 
     Args:
-        axes: The mesh axes along which chips exchange data.
         weight: Their bytes as a share of the largest of all axes: the thickness of the links.
 
     Returns:

@@ -40,7 +40,6 @@ def exchange_tokens(
     """Exchanges tokens in the layers of a model whose experts are split over the data axes.
 
     Args:
-        model: A built model whose step has not been traced yet.
         axes_of: A function from a variable to its layout, one entry per dimension.
     """
     for layer in _keras.flatten_layers(model):

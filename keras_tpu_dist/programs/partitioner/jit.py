@@ -33,7 +33,6 @@ class Jitted:
     program is that of `jax.jit`.
 
     Args:
-        function: A function of arrays.
         layouts: A function of the arguments that returns a `NamedSharding` or `None` for every
             argument, or a structure of them that is a prefix of it.
         outputs: The same for every entry of the tuple that the function returns, if its results

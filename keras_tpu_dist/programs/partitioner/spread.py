@@ -146,11 +146,7 @@ class Classes:
             self._merge(self._root(mine), self._root(yours))
 
     def merge(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, whatever their sizes.
-
-        Args:
-            other: Another value, or the same.
-        """
+        """Puts two dimensions into one class, whatever their sizes."""
         ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
         self._merge(self._root(ours), self._root(theirs))
 
@@ -175,9 +171,6 @@ class Classes:
 
     def link_elementwise(self, equation: Any) -> bool:
         """Links operands and the result if they have one shape: a fast path for most equations.
-
-        Args:
-            equation: An equation without parameters.
 
         Returns:
             Whether they were linked; `False` if it must be done in another way.
@@ -258,7 +251,6 @@ class Spread(Classes):
     """The classes of a program's dimensions, and the mesh axes of every class.
 
     Args:
-        inputs: For every input, the axes of its dimensions.
         outputs: The same for every output; empty if none has a layout.
     """
 

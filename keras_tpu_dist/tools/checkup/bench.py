@@ -139,7 +139,6 @@ class Bench:
 
         Args:
             what: A description of the value, the same words in all processes.
-            value: The value of this process, plain data.
             reduce: A function from the list of values to plain data; by default the list itself.
         """
         if self.strategy.placer.is_local:
@@ -199,11 +198,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def odd_ones(marks: dict[int, Any]) -> list[int]:
-    """The devices whose mark differs from the majority; all of them if there is no majority.
-
-    Args:
-        marks: A mark, such as a checksum, for every device.
-    """
+    """The devices whose mark differs from the majority; all of them if there is no majority."""
     values = list(marks.values())
     usual = max(values, key=values.count, default=None)
     known = 2 * values.count(usual) > len(values)

@@ -66,7 +66,6 @@ def allowed(
 
     Args:
         run: The steps on one device: a function from a state and batches to results.
-        state: The values before the first step.
         batches: The batch of every step: `(x, y, sample_weight)`, or shorter.
     """
     moved = [run(*_nudged(state, batches, half, seed)) for seed in range(_DRAWS)]

@@ -71,7 +71,6 @@ class Kind:
     Args:
         precision: A `jax.lax.Precision`, or `None` for the configured one.
         lost: The relative error from rounding operands; 0 if they are not rounded.
-        exact: Whether the result is exact, as for integers.
         may_lack: Whether a backend may not support it.
     """
 

@@ -23,7 +23,6 @@ class LayerCost:
         layer: Path of the layer; `"(other)"` for operations without a layer.
         cycles: Estimated cycles of its kernels, as in `ProgramCost`.
         backward_cycles: The part of `cycles` in the backward pass.
-        link_seconds: Time of its collectives at full link speed.
         float32_bytes: The part of `hbm_bytes` in float32, by the arrays of each kernel.
     """
 
@@ -190,7 +189,6 @@ class LoopCost:
     """The cost of a program that is mainly a loop whose trip count depends on data.
 
     Args:
-        outside: What the program costs outside of the loop.
         carried: The arrays that the loop carries from round to round, on one device.
     """
 

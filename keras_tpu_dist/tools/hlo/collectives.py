@@ -155,8 +155,6 @@ def describe(
         instruction: The collective, or the `send` of one between slices.
         kind: Its kind, as `find` tells it.
         phase: `"forward"` or `"backward"`.
-        times: How often it runs per step.
-        asynchronous: Whether the compiler overlaps it with other work.
     """
     if instruction.opcode == "send" and wire.topology is not None:
         moved = sum(s.bytes for s in computation.operands(instruction)[0].shapes)

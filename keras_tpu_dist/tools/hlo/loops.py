@@ -47,7 +47,6 @@ class Executions:
     """Everything a program runs.
 
     Args:
-        executions: In program order, loop bodies after the loop.
         unknown_loops: Loops whose trip count the text does not say, counted as running once.
     """
 

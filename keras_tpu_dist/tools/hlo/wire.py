@@ -94,7 +94,6 @@ class Wire:
     """The devices of a mesh in the order in which the program numbers them.
 
     Args:
-        axes: Mesh axis names and sizes, in mesh order.
         devices: The mesh's devices, flattened; empty if their links are unknown.
     """
 

@@ -209,7 +209,6 @@ class _Reference:
     """A model that ran on one device.
 
     Args:
-        state: The values before the first step.
         results: The results, of the last launch and of the state after it.
         allowed: How far each may be off by rounding.
     """
@@ -332,7 +331,6 @@ class TPUProgram:
     """The TPU's program, and what it computes on simulated devices.
 
     Args:
-        kernels: The equations of its hand-written kernels.
         timeout: Seconds after which compiling, or running, is stopped.
         as_on_chip: Whether products round their operands as the chip does.
     """
