@@ -50,19 +50,18 @@ def _devices(options: Namespace) -> Answered:
     return DeviceTable(tuple(rows)), 0
 
 
+def _asked(options: Namespace, *names: str) -> dict[str, Any]:
+    """The inputs, and other options, as keyword arguments of their names."""
+    return {**given.inputs_of(options), **{name: getattr(options, name) for name in names}}
+
+
 def _dry_run(options: Namespace) -> Answered:
     check_page(options)
     with show_progress():
         result = dryrun.dry_run(
             given.build_function(options.build),
             given.strategy_of(options),
-            **given.inputs_of(options),
-            batch_size=options.batch_size,
-            mode=options.mode,
-            effort=options.effort,
-            timeout=options.timeout,
-            calibration=options.calibration,
-            verify=options.verify,
+            **_asked(options, "batch_size", "mode", "effort", "timeout", "calibration", "verify"),
         )
     wrong = result.verification is not None and not result.verification.equal
     return with_page(options, result), int(result.fits is False or wrong)
@@ -74,12 +73,7 @@ def _verify(options: Namespace) -> Answered:
         found = verify(
             given.build_function(options.build),
             given.strategy_of(options),
-            **given.inputs_of(options),
-            batch_size=options.batch_size,
-            mode=options.mode,
-            steps=options.steps,
-            as_on_chip=options.as_on_chip,
-            timeout=options.timeout,
+            **_asked(options, "batch_size", "mode", "steps", "as_on_chip", "timeout"),
         )
     return with_page(options, found), 0 if found.equal else 1
 
@@ -90,13 +84,15 @@ def _largest_batch(options: Namespace) -> Answered:
         found = largest.largest_batch(
             given.build_function(options.build),
             given.strategy_of(options),
-            **given.inputs_of(options),
-            mode=options.mode,
-            effort=options.effort,
-            tolerance=options.tolerance,
-            max_compiles=options.max_compiles,
-            timeout=options.timeout,
-            calibration=options.calibration,
+            **_asked(
+                options,
+                "mode",
+                "effort",
+                "tolerance",
+                "max_compiles",
+                "timeout",
+                "calibration",
+            ),
         )
     _warn_of_unused_axes([found.run])
     return with_page(options, found), 0 if found.batch_size else 1
@@ -110,12 +106,8 @@ def _search(options: Namespace) -> Answered:
         return searching.search(
             build,
             topology,
-            options.batch_size,
-            **given.inputs_of(options),
-            compilations=options.compilations,
-            exact=options.exact,
+            **_asked(options, "batch_size", "compilations", "exact", "calibration"),
             budget_s=options.budget,
-            calibration=options.calibration,
             cache=cache,
         )
 
@@ -133,11 +125,7 @@ def _compare(options: Namespace) -> Answered:
             topology=topology,
             meshes=meshes,
             layouts=layouts,
-            **given.inputs_of(options),
-            batch_size=options.batch_size,
-            mode=options.mode,
-            timeout=options.timeout,
-            calibration=options.calibration,
+            **_asked(options, "batch_size", "mode", "timeout", "calibration"),
         )
 
     return _ranked(options, "compare", one)
@@ -178,9 +166,7 @@ def _check(options: Namespace) -> Answered:
     with show_progress():
         found = strategy.check(
             model,
-            **given.inputs_of(options),
-            batch_size=options.batch_size,
-            minutes=options.minutes,
+            **_asked(options, "batch_size", "minutes"),
         )
     if jax.process_index() > 0:
         # All processes have the same result, and the first one prints it. If another process fails,
