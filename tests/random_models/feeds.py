@@ -117,9 +117,15 @@ def _generator(arrays, size, endless):
     return batches.endless() if endless else (batch for batch in batches)
 
 
+def _tuples(structure):
+    """TensorFlow makes one tensor of a list."""
+    is_list = isinstance(structure, (list, tuple))
+    return tuple(map(_tuples, structure)) if is_list else structure
+
+
 def _tf_data(arrays, size, endless):
     tf = importlib.import_module("tensorflow")
-    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    dataset = tf.data.Dataset.from_tensor_slices(_tuples(arrays)).batch(size)
     return dataset.repeat() if endless else dataset
 
 
