@@ -174,7 +174,7 @@ def test_open_sizes_of_what_is_given():
     lowered = lower(words, _strategy(), x=x, y=y, batch_size=8, sequence_length=32, platform="cpu")
     assert lowered.state.inputs == 4 * (32 + 32 * 4)
     x = jax.ShapeDtypeStruct((1, 32), "int32")
-    with pytest.raises(ValueError, match=r"y of shape \(1, None, 4\).*jax\.ShapeDtypeStruct"):
+    with pytest.raises(ValueError, match=r"y of shape \(1, None, 4\).*y with your own sizes"):
         lower(words, _strategy(), x=x, y=y, batch_size=8, platform="cpu")
     tokens = {"token_ids": keras.KerasTensor((1, None), "int32")}
     lowered = lower(
@@ -267,7 +267,7 @@ def test_dry_run_in_the_shell_asks_for_the_sequence_length(tmp_path, capsys, mon
 @pytest.mark.parametrize("call", [ktd.search, ktd.largest_batch])
 def test_search_and_largest_batch_say_the_same(call):
     slice_ = "v5e:2x4" if call is ktd.search else _slice()
-    with pytest.raises(ValueError, match=r"is open.*'token_ids'.*x=\{"):
+    with pytest.raises(ValueError, match=r"is open.*'token_ids'.*or x with your own sizes"):
         call(task, slice_)
 
 

@@ -98,10 +98,12 @@ def _open_sizes(leaves: list, names: list[str], still: list[tuple[int, ...]]) ->
     ]
     times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still))
     length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
+    own = " and ".join({n.partition("[")[0]: 0 for n, open_ in zip(names, still) if open_})
     return ValueError(
         message(
             "A dry run needs known sizes, but a size of an input is open.",
             received=f"{'; '.join(found)}.",
-            fix=f"Give {length}arrays, or jax.ShapeDtypeStruct(shape, dtype) with your own sizes.",
+            fix=f"Give {length}{own} with your own sizes: arrays, or "
+            "jax.ShapeDtypeStruct(shape, dtype).",
         )
     )
