@@ -106,7 +106,8 @@ def _search(options: Namespace) -> Answered:
         return searching.search(
             build,
             topology,
-            **_asked(options, "batch_size", "compilations", "exact", "calibration"),
+            options.batch_size,
+            **_asked(options, "compilations", "exact", "calibration"),
             budget_s=options.budget,
             cache=cache,
         )
