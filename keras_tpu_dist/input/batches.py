@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any
 
@@ -55,15 +55,18 @@ class PlacedBatch:
     """A batch on the devices, padded to equal shards, with its true number of rows.
 
     The true numbers are static. So a jitted function compiles once for every true shape, as on one
-    device, and never for a padded shape.
+    device. Programs of longer batches get them as data instead.
 
     Attributes:
         data: The batch's structure of arrays.
         slots: One `Slot` for every array.
+        is_longer: Whether it was padded to the rows of a larger batch, to run in one program with
+            other numbers of rows.
     """
 
     data: Any
     slots: tuple[Slot, ...] = field(metadata={"static": True})
+    is_longer: bool = field(default=False, metadata={"static": True})
 
     @property
     def ragged(self) -> bool:
@@ -76,6 +79,8 @@ class _PlacementPlan:
     slots: tuple[Slot, ...]
     paddings: tuple[int, ...]
     shardings: tuple[NamedSharding, ...]
+    rows: int = 0
+    others: Hashable = None
 
 
 class BatchPlacer:
@@ -92,7 +97,12 @@ class BatchPlacer:
             batch (replicated), or a structure of those that is a prefix of the batch
             `(x, y, sample_weight)`, for example `(1, 0)` for time-major `x`, or
             `({"image": 0, "anchors": None}, 0)`. A dict alone applies to `x`.
+
+    Attributes:
+        pads_rows: Whether it can pad batches to any number of rows.
     """
+
+    pads_rows = True
 
     def __init__(self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any = 0):
         self.mesh = mesh
@@ -130,22 +140,48 @@ class BatchPlacer:
         ids = np.arange(self.num_shards, dtype=np.int32)
         return put([ids], [self.by_replica])[0]
 
-    def place(self, batch: Any) -> PlacedBatch:
+    def place(
+        self, batch: Any, longer: Callable[[int, Hashable], int | None] | None = None
+    ) -> PlacedBatch:
         """Transfers a host batch, padded if its rows are not divisible.
+
+        Args:
+            batch: The batch.
+            longer: A function of the number of rows, and of the other sizes and the structure. It
+                returns the rows to pad it to, with its last one, or `None` for the fewest.
 
         Raises:
             ValueError: If an array has no rows, does not have the declared batch axis or is not
                 numeric, or if the arrays differ in their number of rows.
         """
         leaves, treedef, plan = self._planned(batch)
+        slots = plan.slots
+        rows = longer(plan.rows, plan.others) if longer is not None and plan.rows else None
+        if rows is not None:
+            slots = tuple(
+                slot if slot.axis is None else replace(slot, rows=leaf.shape[slot.axis])
+                for leaf, slot in zip(leaves, slots, strict=True)
+            )
         leaves = [
-            padded(leaf, slot.axis, leaf.shape[slot.axis] + padding)
-            if padding and slot.axis is not None
-            else leaf
+            self._padded(leaf, slot, padding, rows)
             for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings, strict=True)
         ]
         arrays = put(leaves, plan.shardings)
-        return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
+        return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots, rows is not None)
+
+    def rows_of(self, batch: Any) -> int:
+        """The number of rows of a host batch; 0 for one that is not padded to those of others."""
+        return self._planned(batch)[2].rows
+
+    def _padded(self, leaf: Any, slot: Slot, padding: int, rows: int | None) -> Any:
+        if slot.axis is None or (not padding and rows is None):
+            return leaf
+        size = leaf.shape[slot.axis]
+        if rows is None:
+            return padded(leaf, slot.axis, size + padding)
+        # What is computed of the further rows is not used; but it should be no NaN, nor an index
+        # beyond the end.
+        return np.take(np.asarray(leaf), np.minimum(np.arange(rows), size - 1), slot.axis)
 
     def place_many(self, batches: list) -> PlacedBatch | None:
         """Transfers several batches of one shape at once, for a launch of several steps.
@@ -382,6 +418,14 @@ class BatchPlacer:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch, leaves)
+            if not any(isinstance(leaf, JAXSparse) for leaf in leaves):
+                pairs = list(zip(leaves, [slot.axis for slot in plan.slots], strict=True))
+                rows = next((leaf.shape[axis] for leaf, axis in pairs if axis is not None), 0)
+                shapes = tuple(
+                    tuple(n for d, n in enumerate(leaf.shape) if d != axis) for leaf, axis in pairs
+                )
+                others = shapes, treedef, key[1] if not rows else tuple(x.dtype for x in leaves)
+                plan = self._plans[key] = replace(plan, rows=rows, others=others)
         return leaves, treedef, plan
 
     def _make_plan(self, batch, leaves) -> _PlacementPlan:

@@ -78,6 +78,8 @@ class DeviceIterator:
         copies: Whether batches are copied when they are read. Several are held before they are
             transferred, and a source may write the next one into the same arrays.
         chosen_steps: As given.
+        num_batches: As given.
+        rows_before: The rows of the last batch that was transferred; 0 before the first.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class DeviceIterator:
         self.progress = Progress(self._batches, data_adapter, epoch)
         self.chosen_steps = chosen_steps
         self.copies = False
-        self._num_batches = num_batches
+        self.rows_before = 0
+        self.num_batches = num_batches
         self._not_made = not_made
         self._prefetch = prefetch
         self._steps_per_epoch = steps_per_epoch
@@ -180,8 +183,8 @@ class DeviceIterator:
         self.progress.made += steps
         if self.progress.follows:
             self.progress.follow(steps)
-        if self._num_batches:
-            self.clock.at_end = not (self._ahead or self._num_read % self._num_batches)
+        if self.num_batches:
+            self.clock.at_end = not (self._ahead or self._num_read % self.num_batches)
         return item
 
     def read_ahead(

@@ -34,6 +34,8 @@ class OwnRowsPlacer(BatchPlacer):
         shards: Which rows of a batch every process provides.
     """
 
+    pads_rows = False
+
     def __init__(
         self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, shards: InputShards
     ):

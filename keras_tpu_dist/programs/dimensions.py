@@ -304,7 +304,9 @@ ELEMENTWISE = frozenset(
 )
 _RULES: dict[str, Callable[[Any], Dimensions]] = {
     **dict.fromkeys(ELEMENTWISE, _in_place),
-    **dict.fromkeys(["slice", "dynamic_slice", "dynamic_update_slice"], _in_place),
+    **dict.fromkeys(
+        ["bitcast_convert_type", "slice", "dynamic_slice", "dynamic_update_slice"], _in_place
+    ),
     **dict.fromkeys(["concatenate", "sort"], _moved_along("dimension")),
     **dict.fromkeys(
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"],

@@ -19,6 +19,7 @@ from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
+from keras_tpu_dist.training.rows import RowsAsData, Sizes
 from keras_tpu_dist.training.running import after_other_launch
 from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
@@ -31,8 +32,8 @@ class StepLoop:
 
     With `steps_per_execution=N` it runs N batches of one shape as one `jax.lax.scan`, and prepares
     the next N while the devices work. It runs the remainder (fewer batches, a ragged tail) step by
-    step. So there is at most one program for the scan, one for the single step, and one for every
-    tail.
+    step. So there is at most one program for the scan, one for the single step, and one for all
+    tails, or for every tail of a step that cannot share it (see `RowsAsData`).
 
     `Training`, `Evaluation` and `Prediction` define a launch.
 
@@ -61,7 +62,7 @@ class StepLoop:
         self._compiler_options = compiler_options
         self._variables = _keras.state_groups(trainer, self.kind)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
-        self._place = placer.place if self._compiled else placer.place_eagerly
+        self._sizes = Sizes(placer, f"the {self.kind} step of model {trainer.name!r}")
         self._programs: dict[Any, Callable] = {}
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
@@ -80,7 +81,7 @@ class StepLoop:
         launched = []
         # *_on_batch: one batch, whatever the setting.
         ours = isinstance(iterator, DeviceIterator)
-        launches = self._launches(iterator) if ours else ((self._place(next(iterator)), 1),)
+        launches = self._launches(iterator) if ours else ((self._place(None, next(iterator)), 1),)
         for batch, steps in launches:
             launched.append((self._launch(groups, batch, steps), steps))
             self._look()
@@ -129,22 +130,39 @@ class StepLoop:
         most = iterator.chosen_steps or self._trainer.steps_per_execution
         if skipped == most:
             return ()
+        place = functools.partial(self._place, iterator)
         if most == 1:
-            return iterator.launches(1, self._place)
+            return iterator.launches(1, place)
         wanted = functools.partial(self._wanted, most)
-        several = functools.partial(self._several, most, iterator.chosen_steps is not None)
-        return iterator.launches(min(wanted(), most - skipped), self._place, several, wanted)
+        several = functools.partial(self._several, most, iterator)
+        return iterator.launches(min(wanted(), most - skipped), place, several, wanted)
+
+    def _place(self, iterator: DeviceIterator | None, batch: Any) -> PlacedBatch:
+        """Transfers a host batch, of an iterator or of `*_on_batch`."""
+        if not self._compiled:
+            return self._placer.place_eagerly(batch)
+        return self._sizes.place(batch, iterator)
 
     def _wanted(self, most: int) -> int:
         """How many of this number of steps may run."""
         return most
 
-    def _several(self, most: int, chosen: bool, batches: list) -> Iterator[tuple[PlacedBatch, int]]:
+    def _several(
+        self, most: int, iterator: DeviceIterator, batches: list
+    ) -> Iterator[tuple[PlacedBatch, int]]:
         """Places host batches, stacked if they fill scans and have the same shapes."""
         length = most if self._compiled else 1
-        if chosen:
+        if iterator.chosen_steps is not None:
             length = steps_that_fit(self._placer.bytes_per_device(batches[0]), length)
-        return in_stacks(batches, length, self._place, self._placer.place_many)
+
+        def many(batches: list) -> PlacedBatch | None:
+            stacked = self._placer.place_many(batches)
+            if stacked is not None and self._placer.pads_rows:
+                iterator.rows_before = self._placer.rows_of(batches[0])
+            return stacked
+
+        place = functools.partial(self._place, iterator)
+        return in_stacks(batches, length, place, many)
 
     def _note_launch(self, outputs: Any) -> None:
         """Until its outputs are ready, this process may wait for the others' launches."""
@@ -164,7 +182,7 @@ class StepLoop:
         return program
 
     def _jitted(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
-        return jitted_step(
+        own = jitted_step(
             self._trainer,
             self.kind,
             self._placer,
@@ -173,6 +191,14 @@ class StepLoop:
             mask=mask,
             compiler_options=self._compiler_options,
         )
+        if scanned or not self._placer.pads_rows:
+            return own
+        step = step_of(self._trainer, self.kind, self._placer, self._donates, mask)
+
+        def compiled(function: Callable) -> Callable:
+            return step.compiled(function, scanned, self._compiler_options)
+
+        return RowsAsData(own, compiled, self._sizes, returns_rows=self.kind == "predict")
 
     def _eager(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
         step = step_of(self._trainer, self.kind, self._placer)
@@ -260,7 +286,7 @@ class Training(StepLoop):
             if isinstance(iterator, DeviceIterator):
                 return self._steps_of_fit(groups, iterator), groups
             # train_on_batch: one batch, whatever the setting.
-            logs = self._launch(groups, self._place(next(iterator)), 1)
+            logs = self._launch(groups, self._place(None, next(iterator)), 1)
             self._look()
             return logs, groups
         except StopIteration:

@@ -70,16 +70,32 @@ class _Step:
             outputs, new_state = run(state, batch)
             return outputs, jax.tree.map(_if_new, state, new_state, shardings)
 
-        return self._jitted(forward, scanned, shardings, compiler_options=compiler_options)
+        return self.compiled(forward, scanned, compiler_options)
 
-    def _jitted(self, function: Any, scanned: bool, shardings: tuple, **options: Any) -> Jitted:
-        def layouts(state, batch: PlacedBatch):
-            return shardings, self._placer.shardings(batch, stacked=scanned)
+    def compiled(
+        self, function: Any, scanned: bool, compiler_options: dict[str, Any] | None
+    ) -> Jitted:
+        """A function of a state and a batch, and other arguments, compiled like the step."""
+        shardings = self.shardings()
+
+        def layouts(state, batch: PlacedBatch, *others: Any):
+            batches = self._placer.shardings(batch, stacked=scanned)
+            return shardings, batches, *[None] * len(others)
 
         # JAX's logs and profiles show this name.
         function.__name__ = f"{self.kind}_steps" if scanned else f"{self.kind}_step"
-        mesh = self._placer.mesh
-        return Jitted(function, mesh, layouts, kind_of=_kind_of_batch, **options)
+        return Jitted(
+            function,
+            self._placer.mesh,
+            layouts,
+            kind_of=_kind_of_batch,
+            compiler_options=compiler_options,
+            **self.options(),
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Further options of the program."""
+        return {}
 
 
 class _TestStep(_Step):
@@ -141,7 +157,7 @@ class _TrainStep(_Step):
         return (*super().shardings(), *health)
 
     def program(self, scanned, compiler_options):
-        run, shardings = self.many if scanned else self.one, self.shardings()
+        run = self.many if scanned else self.one
         if self._trainer.steps_per_execution == 1 and self._placer.mesh.size > 1:
             batches = accumulates(self._trainer)
             fix = f"compile it with steps_per_execution={batches}, or a multiple"
@@ -150,16 +166,12 @@ class _TrainStep(_Step):
         def train(state, batch: PlacedBatch):
             return run(state, batch)
 
-        outputs = (self._replicated, shardings)
-        return self._jitted(
-            train,
-            scanned,
-            shardings,
-            outputs=outputs,
-            donate_argnums=(0,) if self._donate else (),
-            out_shardings=outputs,
-            compiler_options=compiler_options,
-        )
+        return self.compiled(train, scanned, compiler_options)
+
+    def options(self):
+        outputs = (self._replicated, self.shardings())
+        donated = (0,) if self._donate else ()
+        return {"outputs": outputs, "donate_argnums": donated, "out_shardings": outputs}
 
 
 def step_of(
@@ -211,8 +223,8 @@ def jitted_step(
     return step_of(trainer, kind, placer, donate, mask).program(scanned, compiler_options)
 
 
-def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
-    """The key of a step's program: its batch's shapes. The shapes of the state never change."""
+def _kind_of_batch(state, batch: PlacedBatch, *others: Any) -> Hashable:
+    """The key of a step's program: its batch's shapes. Other shapes never change."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 

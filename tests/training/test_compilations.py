@@ -13,7 +13,8 @@ from helpers import assert_close
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
-from benchmarks.compilations import counted
+from benchmarks.compilations import Notebook, counted
+from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.programs.equal import EXECUTABLES
 from keras_tpu_dist.programs.partitioner import Jitted
 
@@ -258,3 +259,126 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert np.isfinite([*found[0], *found[1]]).all()
+
+
+def by_row(strategy, **options):
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8, activation="gelu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.LayerNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(**{"optimizer": "adam", "loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
+def of_many_sizes(model):
+    """Batches of 8 rows, remainders of 5, 1, 7, 2 and 3, and calls with one batch."""
+    weights = {"sample_weight": np.linspace(0, 1, 26)[:, None]}
+    options = {"batch_size": 8, "verbose": 0}
+    found = []
+    for rows in (21, 25, 23):
+        given = {name: value[:rows] for name, value in weights.items()}
+        history = model.fit(X[:rows], Y[:rows], shuffle=False, **options, **given)
+        found += [*history.history["loss"], *history.history["mae"]]
+    for rows in (21, 26):
+        found += model.evaluate(X[:rows], Y[:rows], **options)
+    for rows in (21, 19, 3):
+        found += [*model.predict(X[:rows], **options).ravel()]
+    found += model.train_on_batch(X[:5], Y[:5])
+    found += model.train_on_batch(X[:6], Y[:6])
+    return [*found, *np.concatenate([w.ravel() for w in model.get_weights()])]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 4, "model": 2}, {}),
+        pytest.param({"data": 2, "fsdp": 2, "model": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"data": 8}, {"steps_per_execution": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 2, "fsdp": 2, "model": 2}, {"steps_per_execution": 4}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_remainders_share_a_program(mesh, options, monkeypatch):
+    strategy = ktd.TPUStrategy(mesh, layout="fsdp" if "fsdp" in mesh else None)
+    with counted() as counts:
+        found = of_many_sizes(by_row(strategy, **options))
+    if not options:
+        # With weights, the whole batch, remainders, and 1 row, which is traced otherwise; without,
+        # 5 rows, and then those to 8. Predictions only leave out the further rows.
+        assert counts == {"train_step": 5, "test_step": 2, "predict_step": 1}
+    EXECUTABLES.clear()
+    monkeypatch.setattr(BatchPlacer, "pads_rows", False)
+    with counted() as before:
+        assert_close(found, of_many_sizes(by_row(strategy, **options)), 2e-6)
+    assert before.total() > counts.total()
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_as_before(monkeypatch):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    found = of_many_sizes(by_row(ktd.TPUStrategy()))
+    monkeypatch.setattr(BatchPlacer, "pads_rows", False)
+    assert_close(found, of_many_sizes(by_row(ktd.TPUStrategy())), 2e-2)
+
+
+def test_numbers_that_are_drawn_by_row_are_as_before():
+    """Of a dropout, the program of more rows draws others."""
+    with counted() as counts:
+        of_many_sizes(built(ktd.TPUStrategy()))
+    # 8, 5, 1 and 7 rows with weights; 5 and 6 without.
+    assert counts["train_step"] == 6
+    assert counts["predict_step"] == 1
+
+
+def test_smaller_batches_do_not_run_in_the_program_of_larger_ones():
+    model = by_row(ktd.TPUStrategy())
+    x, y = np.tile(X, (5, 1)), np.tile(Y, (5, 1))
+    for rows in (64, 16):
+        with counted() as counts:
+            model.fit(x[:128], y[:128], batch_size=rows, verbose=0)
+        assert counts == {"train_step": 1}
+
+
+def test_predictions_of_each_size():
+    model = by_row(ktd.TPUStrategy())
+    x = np.tile(X, (4, 1))
+    expected = model.predict(x, batch_size=104, verbose=0)
+    with counted() as counts:
+        for rows in range(1, 104, 6):
+            assert_close(model.predict(x[:rows], batch_size=104, verbose=0), expected[:rows], 2e-6)
+    # 1 to 8, 16, 32, 64 and 128; one of one row is traced otherwise.
+    assert counts["predict_step"] <= 6
+
+
+def test_a_warning_after_many_compilations(caplog):
+    model = built(ktd.TPUStrategy())
+    for rows in range(5, 15):
+        model.train_on_batch(X[:rows], Y[:rows])
+    (text,) = [r.getMessage() for r in caplog.records if "is compiled for" in r.getMessage()]
+    assert "the train step of model 'sequential' is compiled for 8 batches: 5 rows, 6 rows" in text
+    assert "They share no program: random_bits of" in text
+    assert "Give batches of equal shapes: drop_remainder=True in tf.data" in text
+
+
+@pytest.mark.slow
+def test_a_notebook(monkeypatch):
+    """Of 45 programs 14 are left."""
+    notebook = Notebook()
+    counts = [counts.total() for _, counts in notebook.run()]
+    assert len(counts) == 23
+    assert sum(counts) <= 14
+    keras.utils.clear_session()
+    monkeypatch.setattr(BatchPlacer, "pads_rows", False)
+    monkeypatch.setattr(EXECUTABLES, "find", lambda key: None)
+    before = Notebook()
+    assert sum(counts.total() for _, counts in before.run()) == 45
+    for cell, values in before.results.items():
+        assert_close(notebook.results[cell], values, 1e-5)
