@@ -19,7 +19,7 @@ from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
-from keras_tpu_dist.training.rows import RowsAsData, Sizes
+from keras_tpu_dist.training.rows import RowsAsData, BatchSizes
 from keras_tpu_dist.training.running import after_other_launch
 from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
@@ -62,7 +62,7 @@ class StepLoop:
         self._compiler_options = compiler_options
         self._variables = _keras.state_groups(trainer, self.kind)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
-        self._sizes = Sizes(placer, f"the {self.kind} step of model {trainer.name!r}")
+        self._sizes = BatchSizes(placer, f"the {self.kind} step of model {trainer.name!r}")
         self._programs: dict[Any, Callable] = {}
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:

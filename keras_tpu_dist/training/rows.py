@@ -20,7 +20,7 @@ from keras_tpu_dist.programs.rows import Differs, Shared, shared
 MANY = 8
 
 
-class Sizes:
+class BatchSizes:
     """The rows to which the batches of a step are padded.
 
     A remainder runs in the program of the batches before it. Of calls with one batch, each with
@@ -107,7 +107,11 @@ class RowsAsData:
     """
 
     def __init__(
-        self, own: Jitted, make: Callable[[Callable], Callable], sizes: Sizes, returns_rows: bool
+        self,
+        own: Jitted,
+        make: Callable[[Callable], Callable],
+        sizes: BatchSizes,
+        returns_rows: bool,
     ):
         self._own, self._make, self._sizes = own, make, sizes
         self._returns_rows = returns_rows
