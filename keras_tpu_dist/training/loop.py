@@ -19,7 +19,7 @@ from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
-from keras_tpu_dist.training.rows import RowsAsData, BatchSizes
+from keras_tpu_dist.training.rows import BatchSizes, RowsAsData
 from keras_tpu_dist.training.running import after_other_launch
 from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
