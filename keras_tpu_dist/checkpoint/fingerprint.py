@@ -62,11 +62,7 @@ def bytes_of(array: Any) -> int:
 
 
 def is_small(array: Any) -> bool:
-    """Whether an array is saved and read through the memory of the host, with all such arrays.
-
-    Args:
-        array: Anything with the shape and the dtype of an array, or its name.
-    """
+    """Whether an array is saved and read through the memory of the host, with all such arrays."""
     return bytes_of(array) <= _SMALL_BYTES
 
 

@@ -25,9 +25,7 @@ class PublishedRatios:
 
     Attributes:
         ratios: Measured times over `run.estimate.step`, ascending.
-        effort: The effort of the estimates.
         chip: The chip, or `""` if none of them ran on this one, and others did.
-        kind: The kind of program, in words.
     """
 
     ratios: tuple[float, ...]
@@ -87,10 +85,8 @@ def spread_of(chip: str, mode: str, bound: str, effort: str) -> PublishedRatios 
     """The ratios of published programs of a kind, on a chip, or else on any.
 
     Args:
-        chip: The chip's short name.
         mode: `"train"`, `"generate"` and so on.
         bound: What takes most of the step; see `Estimate`.
-        effort: The effort of the dry run.
 
     Returns:
         The ratios, or `None` if no program of this kind was measured.

@@ -64,12 +64,7 @@ class Membership:
         return any(id(weight) in known for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
-        """The model's state variables, with the layouts that they should have.
-
-        Raises:
-            ValueError: If a layout does not fit its variable's shape or the mesh, or a pattern of
-                the strategy's `remat` matches no layer.
-        """
+        """The model's state variables, with the layouts that they should have."""
         variables = _keras.state_variables(model)
         same = len(variables) == len(self._targets) and all(
             variable is known for variable, (known, _) in zip(variables, self._targets, strict=True)
@@ -176,10 +171,6 @@ def find_strategy(model: Any) -> Any:
 
     Returns:
         The strategy, or `None` for stock Keras.
-
-    Raises:
-        ValueError: If the model has a strategy and a different distribution is active, or if it has
-            none and its layers are on the meshes of several.
     """
     active = _keras.active_strategy()
     if active is not None:
@@ -245,7 +236,6 @@ def why_not_trained(model: Any, strategy: Strategy) -> str:
     """Why a model that a strategy is asked about does not train under it, or `""`.
 
     Args:
-        model: The model.
         strategy: The strategy; it trains every model that runs in its scope.
     """
     member = _members.get(model)
@@ -297,10 +287,6 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
 
     Args:
         variable: A `keras.Variable`, also one without a value yet.
-        strategy: The strategy whose mesh and rules apply.
-
-    Raises:
-        ValueError: If the layout does not fit the variable's shape or the mesh.
     """
     given = given_layout(variable)
     if given is not None:
@@ -317,13 +303,9 @@ def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
     Args:
         variable: A `keras.Variable`. If it is in no model of the strategy, the result is its
             current layout, or the one it would get if it is not on the strategy's mesh.
-        strategy: The strategy.
 
     Returns:
         The layout, and what is uncertain about it, or `""`.
-
-    Raises:
-        ValueError: If the layout does not fit the variable's shape or the mesh.
     """
     model = _largest_with(variable, _models_of(strategy))
     if model is not None:

@@ -30,12 +30,9 @@ class Options:
     that use them, others by the annotations of `TPUStrategy`, or here.
 
     Attributes:
-        data_axes: The mesh axes that split the batch, or `None`.
-        batch_axis: The batch dimension of the inputs.
         prefetch: Batches transferred ahead of the running step; `None` is 2, and 0 on CPU.
         donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
-        remat: Which activations are recomputed.
         input_timeout_s: The most seconds that reading one batch may take, or `None`.
         input: The data of several processes: `"global"` if all read the same, `"per_process"` if
             every process reads its own rows.
@@ -43,9 +40,6 @@ class Options:
         tables: How tables split by rows are looked up: `"auto"`, `"rows"`, `"lazy"`, `None`.
         head: How logits of a vocabulary and their loss are computed: `"auto"`, `"whole"`,
             `"pieces"`.
-
-    Raises:
-        ValueError: If one of them has the wrong type or value.
     """
 
     data_axes: str | Sequence[str] | None = None
@@ -83,13 +77,8 @@ class Options:
         """The `compiler_options` of `jax.jit` for the programs of a mesh.
 
         Args:
-            mesh: The mesh.
-            layout: The strategy's layout, or `None`.
             only_described: Whether its devices are not attached. In that case a dry run finds out
                 which options its compiler accepts.
-
-        Raises:
-            ValueError: If the compiler of attached devices does not know an option or value.
         """
         if only_described:
             first = mesh.devices.flat[0]

@@ -29,9 +29,6 @@ class HeadSplit:
     """How a head is split over a mesh.
 
     Attributes:
-        mesh: The mesh.
-        rows: The mesh axes that split the rows.
-        words: Those that split the vocabulary.
         features: Those that split the other dimension of the weights.
     """
 
@@ -55,13 +52,7 @@ class HeadSplit:
         return axis_size(self.mesh, axes or None)
 
     def spec(self, rank: int, place: RowsAndWords, features: int | None) -> PartitionSpec:
-        """How a value is split.
-
-        Args:
-            rank: The number of its dimensions.
-            place: Where it has rows and words.
-            features: The dimension of features of weights and their gradients.
-        """
+        """How a value is split."""
         axes = {place.rows: self.rows, place.words: self.words, features: self.features}
         return PartitionSpec(*(axes.get(dimension) or None for dimension in range(rank)))
 
@@ -73,7 +64,6 @@ class VocabularyPieces:
     Attributes:
         width: The words of a piece, of this device's part.
         count: The number of pieces. The last one may overlap the one before.
-        part: The words of this device's part.
     """
 
     width: int
@@ -102,14 +92,7 @@ def pieces_of(head: Head, split: HeadSplit) -> VocabularyPieces:
 
 
 class InPieces:
-    """A head that is computed in pieces.
-
-    Args:
-        head: The head.
-        split: How it is split.
-        pieces: Its pieces.
-        scope: The name of its layer, for profiles.
-    """
+    """A head that is computed in pieces."""
 
     def __init__(self, head: Head, split: HeadSplit, pieces: VocabularyPieces, scope: str = "head"):
         self._head, self._split, self._pieces, self._scope = head, split, pieces, scope

@@ -53,13 +53,10 @@ class Sink:
     """A reduction of wide values.
 
     Attributes:
-        operation: The operation.
         kind: "words" if it reduces all words, with a result for each row; "rows" if it reduces all
             rows, with a result for each word; "exponentials" if it is a sum of exponentials over
             all words, of which the largest is found in the same pass; "taken" if it takes one word
             of each row.
-        place: Where its result has rows and words.
-        wide: The number of its wide operand.
         after: What the result is computed from besides, after the pass: for exponentials what is
             subtracted from their exponents; for words taken their numbers.
     """
@@ -83,10 +80,8 @@ class Head:
     """A head in a step.
 
     Attributes:
-        product: The product that computes the logits.
         weights: The head's weights, as the product reads them.
         rows: The size of the first dimension of the logits, which is split as the batch is.
-        words: The size of the vocabulary.
         operations: The operations that compute wide values, in order.
         places: By the `id` of an atom, where it has rows and words; of wide values, and of what
             their operations read and reductions return.
@@ -123,11 +118,6 @@ def heads_of(graph: Graph, batch: Iterable[Atom], least_words: int) -> list[Head
 
     They are products of weights of which the largest result is found for each row, as every softmax
     does.
-
-    Args:
-        graph: The step.
-        batch: The inputs of the step that are the batch.
-        least_words: The least size of a vocabulary.
     """
     from_batch, found, operations = {id(atom) for atom in batch}, [], graph.needed({})
     for operation in operations:
@@ -168,9 +158,7 @@ def read(graph: Graph, head: Head, most_passes: int) -> None:
     """Reads how a step uses the logits of a head.
 
     Args:
-        graph: The step.
         head: One of `heads_of`, which gets its operations and passes.
-        most_passes: The most passes over the pieces.
 
     Raises:
         StaysWhole: If it cannot be computed in pieces.

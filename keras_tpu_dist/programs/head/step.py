@@ -43,12 +43,7 @@ def step_in_pieces(
     """A step that computes logits and their loss in pieces, if the strategy's `head=` asks for it.
 
     Args:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
         step: A function from state and data to outputs and the new state.
-        mesh: The mesh.
-        batch: The mesh axes that split the batch.
-        hbm_bytes: The memory of a device.
     """
 
     def in_pieces(state: Any, data: Any) -> Any:

@@ -83,30 +83,20 @@ class Lowered:
         mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
         program: The pickled `jax.export.Exported`, arguments flattened to `(state, batch)`.
         donate: Whether the state's buffers are reused for the new state.
-        axes: Mesh axis names and sizes.
         devices: The mesh's devices, in order.
         topology: The slice, or `None` if the mesh is not a TPU slice.
         platform: The platform it was lowered for, `"tpu"` or `"cpu"`.
-        state: Bytes on one device.
-        parameters: Number of the model's weights.
-        rows: Rows of the batch.
         tokens: Elements of the first integer input that has a time axis, else 0.
-        layer_names: Names of the model's layers.
         overstated: Whether the program has loops or convolutions. Quick compilation reports up to
             three times too much memory for these.
         steps: How many steps the program has: a launch of `fit`.
         ready_bytes: Bytes on one device of further batches, which training transfers ahead.
-        seconds: Time to build and lower.
-        findings: Mistakes in the layouts.
-        notes: Assumptions.
         model_flops: Operations of the matrix products on all devices; for training, three times
             those of the forward pass, without recomputation.
-        compiler_options: The strategy's options for the compiler.
         optional_options: Names of the options that the strategy chose itself; if a compiler refuses
             them, it compiles without.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
-        launch: What is needed to run it, if asked for.
         levers: What could be changed, for training.
     """
 
@@ -137,11 +127,7 @@ class Lowered:
     levers: Levers | None = None
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
-        """The same step with the measured rates.
-
-        Raises:
-            ValueError: If they are from another chip, or the mesh is not a TPU slice.
-        """
+        """The same step with the measured rates."""
         if calibration is None:
             return self
         if self.topology is None:
@@ -167,9 +153,6 @@ class Subject:
 
     Args:
         build: The function that builds the model, or the model.
-        strategy: The strategy.
-        batch_size: Rows of all devices together.
-        inputs: The input.
         mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
     """
 
@@ -186,13 +169,9 @@ def lower(
     """Builds a model without memory and lowers a launch of it for the strategy's mesh.
 
     Args:
-        step: The step.
         platform: `"tpu"` or `"cpu"`.
         steps: Steps of the launch; by default `steps_per_execution`, the most that it may be.
         to_run: Whether the program is to be run on simulated devices.
-
-    Raises:
-        ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
     strategy, mode, kind = step.strategy, step.mode, KINDS[step.mode]
@@ -268,9 +247,6 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
 
     Yields:
         The model and the batch, of `jax.ShapeDtypeStruct`.
-
-    Raises:
-        ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     build, strategy, mode = step.build, step.strategy, step.mode
     require("a dry run", MODE, mode=mode)
@@ -513,11 +489,7 @@ def kernels_of(
 def export_step(
     step: Callable, state: Any, placed: Any, platform: str, notes: list[str]
 ) -> jax.export.Exported:
-    """Lowers a step for a platform.
-
-    Raises:
-        ValueError: If the step calls host code for its effects.
-    """
+    """Lowers a step for a platform."""
     leaves, treedef = jax.tree.flatten(placed)
 
     def flat_step(state, leaves):

@@ -100,8 +100,6 @@ def estimate(
     """Estimates a step's time from a compiled program's cost.
 
     Args:
-        cost: The program's cost on one device in one step.
-        topology: The slice, for its peak rates, HBM bandwidth and clock.
         effort: `"quick"` or `"exact"`: how hard the compiler tried.
         calibration: The measurements; `topology` already has their rates.
 
@@ -160,11 +158,8 @@ class CollectiveGroup:
 
     Args:
         kind: `"all-reduce"` and so on.
-        axes: The mesh axes that they cross.
         network: `"ICI"` or `"DCN"`.
         overlapped: Whether the compiler overlaps them with other work.
-        layer: The Keras layer they come from.
-        bytes: Bytes of their arrays in one step.
         times: How often they run in one step; see `Collective`.
         seconds: Their time in one step at the links' full speed.
     """

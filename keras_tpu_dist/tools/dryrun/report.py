@@ -485,9 +485,6 @@ def _shown(rows: list[tuple[Row, float]], columns: int, total: Row) -> list[Row]
 def collective_rows(cost: ProgramCost) -> list[Row]:
     """Rows of collectives of the same kind, axes, overlap and kind of layer, longest first.
 
-    Args:
-        cost: The cost of the program.
-
     Returns:
         Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
         layers. The last row has the total.
@@ -525,9 +522,6 @@ def _sums(those: Sequence[CollectiveGroup]) -> Row:
 
 def layer_rows(cost: ProgramCost) -> list[Row]:
     """Layers of the same kind, those with most cycles first, or with most operations.
-
-    Args:
-        cost: The cost.
 
     Returns:
         Per row: layers, billions of operations, megabytes of HBM traffic, cycles, their share in

@@ -8,11 +8,7 @@ from keras_tpu_dist.hardware.topology import Topology
 
 
 def grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
-    """The axes, with the first data axis, or else that of time, as large as the slice allows.
-
-    Raises:
-        ValueError: If there is no such axis, or the other axes do not divide the slice.
-    """
+    """The axes, with the first data axis, or else that of time, as large as the slice allows."""
     grows = next(iter((*data_axes, *(name for name in axes if name == SEQUENCE_AXIS))), None)
     others = math.prod(size for name, size in axes.items() if name != grows)
     if grows is None or topology.num_devices % others:
