@@ -238,13 +238,13 @@ class Ranking(Page):
         return [] if best is None else [f"{best.candidate.line}  # batch_size={best.rows}"]
 
     def _blocks(self) -> list[str]:
-        header, rows = self._table(numbered=True)
+        header, rows = self._table()
         table = html_table(header, [[cell.text for cell in row] for row in rows])
         return [*self._drawing(), table, *map(code, self._line())]
 
     def _page(self) -> str:
         """A plot of step time against memory, and a table."""
-        header, rows = self._table(numbered=True)
+        header, rows = self._table()
         for row, tried in zip(rows, self.candidates, strict=True):
             row.append(self._bar(tried))
         of = f" for model {self.model!r}" if self.model else ""
@@ -292,19 +292,17 @@ class Ranking(Page):
             ],
         }
 
-    def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[TableCell]]]:
-        """Header and rows, without empty columns."""
+    def _table(self) -> tuple[tuple[str, ...], list[list[TableCell]]]:
+        """Header and numbered rows, without empty columns."""
         rows = [cells_of(tried) for tried in self.candidates]
         names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
         if not rows:
             return _COLUMNS[:2], []
         table = [[row[name] for name in names] for row in rows]
-        if numbered:
-            names.insert(0, "")
-            for number, row in enumerate(table, 1):
-                row[0] = TableCell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
-                row.insert(0, TableCell(str(number), number))
-        return tuple(names), table
+        for number, row in enumerate(table, 1):
+            row[0] = TableCell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
+            row.insert(0, TableCell(str(number), number))
+        return ("", *names), table
 
     def _bar(self, tried: Tried) -> TableCell:
         """The memory of a compiled candidate as a bar, on one scale for all."""

@@ -201,12 +201,11 @@ class SliceRanking(Page):
             f"{best.tried.candidate.line}  # {best.topology.name}: {cheap}",
         ]
 
-    def _table(self, without: Sequence[str] = ()) -> tuple[tuple[str, ...], list[list[TableCell]]]:
+    def _table(self) -> tuple[tuple[str, ...], list[list[TableCell]]]:
         """Header and rows, without columns that are empty or follow from others."""
         rows = [_cells(candidate) for candidate in self.candidates]
-        if len({candidate.tried.rows for candidate in self.candidates}) == 1:
-            without = (*without, "chip-s/1k rows")
-        shown = [name for name in _COLUMNS if name not in without]
+        alike = len({candidate.tried.rows for candidate in self.candidates}) == 1
+        shown = [name for name in _COLUMNS if not (alike and name == "chip-s/1k rows")]
         names = [name for name in shown if any(row[name].text for row in rows)]
         return tuple(names), [[row[name] for name in names] for row in rows]
 
