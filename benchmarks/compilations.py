@@ -119,8 +119,9 @@ class Notebook:
 
     def generated(self, *sizes: int) -> list[float]:
         """Training on a generator of batches of some sizes."""
-        with_rows = self.model.fit(self.batches(*sizes), steps_per_epoch=len(sizes), verbose=0)
-        return [values[-1] for values in with_rows.history.values()]
+        options = {"steps_per_epoch": len(sizes), "shuffle": False, "verbose": 0}
+        history = self.model.fit(self.batches(*sizes), **options)
+        return [values[-1] for values in history.history.values()]
 
     def several(self) -> list[float]:
         """The model compiled to run four steps a launch."""
