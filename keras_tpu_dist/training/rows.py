@@ -160,7 +160,7 @@ class RowsAsData:
         return launch
 
     def _traced(self, state: Any, batch: PlacedBatch) -> Any:
-        """The step for a longer batch, which nobody asked for."""
+        """The step for a longer batch, which the user did not ask for."""
         try:
             return self._own.trace(state, batch)
         except Exception as error:

@@ -507,7 +507,7 @@ def _least(dtype: Any, name: str) -> Any:
 
 
 def _finite(largest: Any) -> Any:
-    """The largest value, or zero where there is none: infinity less infinity is no number."""
+    """The largest value, or zero if it is infinite: infinity less infinity is no number."""
     return jnp.where(jnp.isfinite(largest), largest, 0)
 
 

@@ -118,7 +118,7 @@ class _Step:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _in_pieces(self, graph: Graph, head: Head) -> tuple[Graph, dict[Equation, Instead]]:
-        """The step with a head in pieces, and what computes them; itself if it stays whole."""
+        """The step with a head in pieces, and what computes them; itself if it cannot be."""
         path, words, features = self._stored(graph, head)
         split = HeadSplit(self._mesh, self._batch, self._splitting(head, words, features), features)
         size = head.tokens * head.words * head.logits.aval.dtype.itemsize
