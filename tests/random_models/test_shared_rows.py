@@ -97,7 +97,9 @@ def test_models_under_a_strategy(seed, monkeypatch):
 
     monkeypatch.setattr(rows, "shared", noted)
     found = results(choices, mesh)
-    assert len(taken) == 4 or list(LAYERS)[seed % len(LAYERS)] not in BY_ROW
+    # `MeanIoU` reshards its matrix, which is not known to treat rows one by one.
+    is_known = list(LAYERS)[seed % len(LAYERS)] in BY_ROW and "iou" not in choices["metrics"]
+    assert len(taken) == 4 or not is_known
     keras.utils.clear_session()
     monkeypatch.setattr(BatchPlacer, "pads_rows", False)
     assert largest_gap(found, results(choices, mesh)) <= CLOSE, choices
