@@ -137,7 +137,15 @@ def last(words):
     return keras.Model(ids, L.Dense(words, name="head")(x[:, -1])), LOGITS, ["accuracy"]
 
 
-MODELS = [dense, tied, flat, taken, probabilities, distilled, lora, last]
+def banned(words):
+    """Some words are banned by a constant of the program."""
+    ids, x = hidden(words)
+    mask = np.where(np.arange(words) % 7 == 3, -3.0, 0.0).astype("float32")
+    logits = L.Lambda(lambda logits: logits + mask)(L.Dense(words, name="head")(x))
+    return keras.Model(ids, logits), LOGITS, ["accuracy"]
+
+
+MODELS = [dense, tied, flat, taken, probabilities, distilled, lora, last, banned]
 
 
 def data(model, words, rows):
@@ -184,6 +192,7 @@ CASES = [
     (flat, 104, "model"),
     (taken, 101, "fsdp"),
     (distilled, 104, "data"),
+    (banned, 101, "three"),
 ]
 
 

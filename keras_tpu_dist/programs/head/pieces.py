@@ -20,7 +20,7 @@ from keras_tpu_dist.programs.partitioner.places import padded_at_the_end
 # The most bytes of a piece of the logits on a device, in float32. Larger pieces take less time, as
 # what is summed over words is read and written once for each.
 PIECE_BYTES = 512 * 2**20
-# VocabularyPieces begin at multiples of the tiles in which TPUs store arrays.
+# Pieces begin at multiples of the tiles in which TPUs store arrays.
 _TILE = 128
 
 
@@ -29,6 +29,8 @@ class HeadSplit:
     """How a head is split over a mesh.
 
     Attributes:
+        rows: The mesh axes that split the rows.
+        words: Those that split the vocabulary.
         features: Those that split the other dimension of the weights.
     """
 
@@ -186,9 +188,10 @@ class _Pass:
                 read.append(sink.operation.operands[1 - sink.wide])
         known: set[int] = set()
         for atom in read:
-            # A constant array may belong to the program around.
-            known_number = atom.constant is not None and not isinstance(atom.constant, jax.Array)
-            if not known_number and id(atom) not in computed | known:
+            # A constant array may have words, or belong to the program around.
+            number = atom.constant if atom.constant is not None and not atom.shape else None
+            is_known = number is not None and not isinstance(number, jax.Array)
+            if not is_known and id(atom) not in computed | known:
                 known.add(id(atom))
                 self.inputs.append(atom)
 
@@ -287,10 +290,7 @@ class _Run:
         def body(piece: Any, sums: list) -> list:
             return self._added(piece, numbers, arrays, sums)
 
-        if self._pieces.count == 1:
-            sums = body(jnp.int32(0), start)
-        else:
-            sums = lax.fori_loop(0, self._pieces.count, body, start)
+        sums = lax.fori_loop(0, self._pieces.count, body, start)
         done = [self._ended(sink, own) for sink, own in zip(self._of.sinks, sums, strict=True)]
         return tuple(array for own in done for array in own)
 
@@ -405,10 +405,9 @@ class _Run:
             return (self._written(sink, own[0], self._without_padding(wide, place), value, start),)
         if sink.kind == "exponentials":
             return _more_exponentials(own, self._masked_words(wide, place, new, -np.inf), place)
-        if name in ("argmax", "argmin", "reduce_max", "reduce_min"):
-            wide = self._masked_words(wide, place, new, _least(wide.dtype, name))
-        else:
-            wide = self._masked_words(wide, place, new, 0)
+        is_best = name in ("argmax", "argmin", "reduce_max", "reduce_min")
+        neutral = _least(wide.dtype, name) if is_best else 0
+        wide = self._masked_words(wide, place, new, neutral)
         if name in ("argmax", "argmin"):
             return _better(name, own, *_best(operation, wide, place.words, numbers))
         if name in ("reduce_max", "reduce_min"):
@@ -451,14 +450,9 @@ class _Run:
         operands = [value(atom) for atom in operation.operands]
         operands[sink.wide] = wide
         (part,) = operation.run(operands)
-        scattered = set()
-        if self._split.gathered:
-            part = self._scattered(part, self._split.gathered, words)
-            scattered |= set(self._split.gathered)
-        features = self._of.gradient_features(sink)
-        if features is not None and self._split.features:
+        part = self._scattered(part, self._split.gathered, words)
+        if (features := self._of.gradient_features(sink)) is not None:
             part = self._scattered(part, self._split.features, features)
-            scattered |= set(self._split.features)
         return lax.dynamic_update_slice_in_dim(whole, part, start, axis=words)
 
     def _scattered(self, part: Any, axes: tuple[str, ...], dimension: int) -> Any:
