@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import functools
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -17,14 +18,12 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # XLA reports each program that it reads back as one of another machine: it counts settings of its
 # compiler among the features of the machine (jax-ml/jax 38445).
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Tests compile much and run little.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+# Tests compile much and run little. Newer versions of jaxlib end at the last flag, and compile as
+# fast without it.
+_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 import keras_tpu_dist as ktd
 
