@@ -204,7 +204,7 @@ def test_launches_of_four_steps_equal_one_device(mesh, batch_size, monkeypatch):
     monkeypatch.setattr(exchange._Exchange, "evaluate", counted)
     strategy = ktd.TPUStrategy(LAUNCHES[mesh], Planner("fsdp", min_size=64))
     found = fitted(strategy, 4, batch_size)
-    assert (16 in exchanges) == (batch_size == 16), exchanges
+    assert batch_size in exchanges
     assert_close(found, fitted(None, 1, batch_size))
 
 
