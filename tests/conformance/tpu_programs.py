@@ -97,11 +97,11 @@ def _described(axes):
 def instead_of_cpu():
     """From now on, what a strategy launches on several devices is libtpu's program."""
     os.environ.update({k: v for k, v in libtpu_environment().items() if k != "JAX_PLATFORMS"})
-    launched = Jitted._without_hangs
+    launched = Jitted._equal_or_own
 
-    def replayed(self, args):
+    def replayed(self, kind, args):
         if self._mesh.size == 1 or jax.process_count() > 1:
-            return launched(self, args)
+            return launched(self, kind, args)
         return Replayed(self.program(*args), self._mesh)
 
-    Jitted._without_hangs = replayed
+    Jitted._equal_or_own = replayed
