@@ -600,8 +600,8 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             value: A `PerReplica` or a structure of them. The mean, maximum and minimum of a value
                 that all replicas share is the value itself.
             axis: The dimension of the replicas' values, or several, to reduce as well, usually 0,
-                the batch; `None`: only over replicas. A mean over uneven batches counts rows, not
-                replicas.
+                the batch; `None` or `()`: only over replicas. A mean over uneven batches counts
+                rows, not replicas.
 
         A sum of integers or of `bool` has at least 32 bits, their mean is a floating-point number,
         everything else keeps its dtype; numbers with fewer than 32 bits are added up in float32.

@@ -19,7 +19,7 @@ from keras_tpu_dist.common import tensorflow_names
 
 ROOT = pathlib.Path(ktd.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
-ESTIMATOR = ROOT / "docs" / "from_tpuestimator.md"
+ESTIMATOR = ROOT / "docs" / "coming_from.md"
 EXAMPLE = ROOT / "examples" / "migrate_from_tpustrategy.py"
 
 # Attributes by where a user writes them, public ones of the classes in TensorFlow 2.21.
@@ -412,7 +412,7 @@ def test_the_whole_loop_here_goes_on_where_it_stopped(tmp_path, monkeypatch, cap
 def test_the_estimator_s_counterpart_fine_tunes(tmp_path, monkeypatch, capsys):
     tf = pytest.importorskip("tensorflow")
     monkeypatch.chdir(tmp_path)
-    old, new = both(ESTIMATOR, "## A complete model_fn")
+    old, new = both(ESTIMATOR, "### A complete model_fn")
     compile(old, str(ESTIMATOR), "exec")
     rng = np.random.default_rng(0)
     for file in range(2):

@@ -23,9 +23,8 @@ PAGES = reader.PAGES
 # Blocks that are not run, by page: each has its reason beside it.
 NOT_RUN = {
     "checkpoints.md": 5,
+    "coming_from.md": 3,
     "experts.md": 1,
-    "from_pytorch_xla.md": 1,
-    "from_tpuestimator.md": 2,
     "keras_hub.md": 4,
     "migration.md": 1,
     "pods.md": 3,
@@ -39,11 +38,10 @@ ELSEWHERE = {
 }
 # Pages that take more than a second or two.
 SLOW = {
-    *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "from_tpuestimator.md"),
-    *("experts.md", "index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
-    *("migration.md", "sequences.md", "troubleshooting.md", "input.md", "measurement.md"),
-    *("mixed_precision.md", "remat.md", "saving_loops.md", "scan_blocks.md", "overlap.md"),
-    *("kaggle_colab.md", "restart.md"),
+    *("attention.md", "checkpoints.md", "coming_from.md", "costs.md", "experts.md", "index.md"),
+    *("input.md", "kaggle_colab.md", "layouts.md", "logical_devices.md", "measurement.md"),
+    *("migration.md", "mixed_precision.md", "ragged.md", "recurrent.md", "remat.md", "restart.md"),
+    "troubleshooting.md",
 }
 
 
@@ -94,7 +92,7 @@ def test_the_picture_of_the_first_screen_is_drawn_from_the_table():
     pictures = of_docs("pictures")
     found = pictures.sizes()
     assert pictures.PICTURE.read_text() == pictures.svg(found), "run python docs/pictures.py"
-    assert found == sorted(found, reverse=True)
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("rule", reader.RULES)

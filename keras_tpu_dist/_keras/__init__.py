@@ -36,7 +36,8 @@ if keras.config.backend() != "jax":
             "keras_tpu_dist needs Keras on the JAX backend.",
             received=f"keras.config.backend()={keras.config.backend()!r}.",
             fix="Set the environment variable KERAS_BACKEND=jax before keras is imported, or "
-            "import keras_tpu_dist before keras; in a notebook, restart the kernel first.",
+            "import keras_tpu_dist before keras and before tensorflow, which imports keras; in a "
+            "notebook, restart the kernel first.",
         )
     )
 

@@ -152,8 +152,8 @@ def match(
 
     Args:
         automatic: The names that Keras gave; see `automatic_names`.
-        automatic_there: Those of the program that saved; `None` if unknown: then names that differ
-            from one in `automatic` by the number only.
+        automatic_there: The names that Keras gave in the program that saved. If unknown (`None`),
+            names that differ from one in `automatic` by the number only.
         exclude: Patterns (`fnmatch`) of paths to leave out, in the model and the checkpoint.
         rename: Pairs of a regular expression and its replacement in saved paths.
     """

@@ -44,7 +44,7 @@ class Cut:
     Attributes:
         columns: Kernels whose output features it splits: number of the variable, and its dimension.
         rows: Kernels that sum over the split features, likewise.
-        follows: Biases, scales and statistics of those features, likewise.
+        follows: Biases, scales and statistics of the split features, likewise.
         whole: Kernels that feed it and should not be split, because their few heads are not
             divisible.
         saved_bytes: Bytes that its all-reduces, forwards and backwards, are less than those of the

@@ -28,7 +28,7 @@ SEVERITIES = ("error", "warning", "info")
 # Smaller replicated weights are never reported as giants.
 _GIANT_BYTES = 2**20
 # Without a layout, weights are replicated on purpose while the state takes less of the memory.
-_SMALL_STATE = 0.1
+_SMALL_STATE = 1 / 3
 # Batches that leave fewer devices without work are not reported.
 _IDLE = 0.1
 _GIANTS_SHOWN = 5

@@ -650,7 +650,7 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
 
     Args:
         parts: One batch for every replica, in order; or one `ShardBatch` for every replica of a
-            process. Those of the last replicas may be missing.
+            process. Batches of the last replicas may be missing.
 
     Returns:
         The structure of a batch, with a `PerReplica` instead of every array.

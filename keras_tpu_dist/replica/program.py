@@ -69,7 +69,7 @@ class _Known:
     """Variables that are inputs: shared by all replicas, or with a copy in each.
 
     Args:
-        consumed: The `id`s of those whose arrays the program overwrites.
+        consumed: The `id`s of the variables whose arrays the program overwrites.
     """
 
     def __init__(self, variables: list, consumed: set[int]):

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,10 @@ class _Current:
     depth: int = 0
 
 
+# Without a listener, slow work says after so many seconds that it runs.
+SILENT_S = 10.0
 _NONE = _Current()
+_excuses: set[str] = set()
 _current: contextvars.ContextVar[_Current] = contextvars.ContextVar("progress", default=_NONE)
 
 
@@ -78,12 +82,37 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def excused(words: str) -> Iterator[None]:
+    """A context that prints a line on standard error if it takes long and no listener is there.
+
+    Args:
+        words: The line, which is printed once in a process.
+    """
+    if _current.get().listener is not None or words in _excuses:
+        yield
+        return
+
+    def excuse() -> None:
+        if words not in _excuses:
+            _excuses.add(words)
+            print(words, file=sys.stderr, flush=True)
+
+    timer = threading.Timer(SILENT_S, excuse)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def show_progress() -> Iterator[None]:
     """A context in which long work shows its stage and the number of stages left.
 
     The line appears on standard error, for dry runs, `compare`, `search`, `largest_batch` and
-    `restore`. Nothing appears if standard error is not a terminal. Nested calls show the line only
-    once.
+    `restore`. If standard error is not a terminal, there is no such line, but the first compilation
+    that takes ten seconds says how long it usually takes. Nested calls show the line only once.
 
     Example:
 

@@ -21,6 +21,7 @@ LEVERS = Levers(
     planned_bytes=0,
     blocks=0,
     block_bytes=0,
+    logits_bytes=0,
     rows=0,
     optimizer="adam",
     data_axes=("data",),
@@ -84,6 +85,28 @@ def test_what_a_model_could_change():
     levers = lower(lstm, ktd.TPUStrategy({"data": 8}), batch_size=16, platform="cpu").levers
     assert levers.recurrent == {"lstm": 2 * 128 / (3 * 192), "gru": 2 * 128 / (3 * 256)}
     assert levers.rows == 2
+
+
+def test_logits_that_could_be_in_pieces():
+    def build(words=8192, activation=None):
+        tokens = keras.Input((None,), dtype="int32")
+        h = L.Dense(words, activation)(L.Embedding(words, 8)(tokens))
+        model = keras.Model(tokens, h)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=activation is None)
+        model.compile("adam", loss)
+        return model
+
+    def counted(build, mesh=(("data", 8),), **options):
+        strategy = ktd.TPUStrategy(dict(mesh), **options)
+        return lower(
+            build, strategy, batch_size=16, sequence_length=32, platform="cpu"
+        ).levers.logits_bytes
+
+    whole = 1.5 * 16 * 32 * 8192 * 4 / 8
+    assert counted(build) == counted(build, head="whole") == whole
+    assert counted(lambda: build(activation="softmax")) == whole
+    assert counted(lambda: build(2048)) == 0
+    assert counted(build, (("data", 2), ("sequence", 4))) == 0
 
 
 def test_ours_and_other_modes_have_nothing_to_convert():
@@ -159,6 +182,15 @@ def test_a_short_step_gets_launches_and_a_long_one_bfloat16():
     )
 
 
+def test_a_head_in_pieces_is_named_if_its_logits_crowd_the_memory():
+    run = made_run(total_bytes=15 * GIB)
+    found = changes(run, logits_bytes=3 * GIB)["head"]
+    assert found.after == run.breakdown_bytes - 3 * GIB + 2**29
+    assert found.line == 'TPUStrategy(..., head="pieces")'
+    assert "head" not in changes(made_run(), logits_bytes=3 * GIB)
+    assert "head" not in changes(run, logits_bytes=2**29)
+
+
 def test_without_a_limit_or_training_nothing_is_named():
     run = made_run()
     assert not changes(replace(run, limit_bytes=None), steps=1)
@@ -189,6 +221,13 @@ def test_layers_of_equal_blocks_share_a_row_with_a_total():
     assert [row[0] for row in rows] == ["block_*/up (5)", "adam", "... 1 more", "all"]
     assert rows[0][3] == "5,000"
     assert rows[-1][3] == "5,401"
+
+
+def test_layers_of_one_place_in_a_block_share_a_row_whatever_their_sizes():
+    sizes = {"block1a_dwconv": 10, "block2b_dwconv": 10**6, "dense": 10, "dense_1": 10**6}
+    layers = tuple(LayerCost(name, n, 20, 1000, 500, 0.0) for name, n in sizes.items())
+    rows = layer_rows(replace(made_run().cost, layers=layers, cycles=4000))
+    assert [row[0] for row in rows] == ["block*_dwconv (2)", "dense", "dense_1", "all"]
 
 
 def test_the_first_line_has_both_spellings_of_the_slice():

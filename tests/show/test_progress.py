@@ -1,6 +1,8 @@
 import io
+import threading
 
-from keras_tpu_dist.show.progress import Stage, listening, show_progress, stages
+from keras_tpu_dist.show import progress
+from keras_tpu_dist.show.progress import Stage, excused, listening, show_progress, stages
 
 
 class Terminal(io.StringIO):
@@ -43,6 +45,22 @@ def test_work_that_fails_ends_too():
 def test_nothing_is_shown_where_no_terminal_is(capsys):
     with show_progress(), stages("dry run", 1) as begin:
         begin("compiling")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_slow_work_without_a_terminal_says_once_that_it_runs(monkeypatch, capsys):
+    printed = threading.Event()
+    monkeypatch.setattr(progress, "SILENT_S", 0.01)
+    monkeypatch.setattr(progress, "_excuses", set())
+    monkeypatch.setattr(progress, "print", lambda *a, **k: (print(*a, **k), printed.set()), False)
+    with show_progress(), excused("it takes long"):
+        assert printed.wait(10)
+    assert capsys.readouterr() == ("", "it takes long\n")
+    monkeypatch.setattr(progress, "SILENT_S", 10)
+    with excused("it takes long"), excused("it is fast"):
+        pass
+    with listening(lambda stage: None), excused("a line shows it"):
+        pass
     assert capsys.readouterr() == ("", "")
 
 

@@ -30,8 +30,8 @@ class HeadSplit:
 
     Attributes:
         rows: The mesh axes that split the rows.
-        words: Those that split the vocabulary.
-        features: Those that split the other dimension of the weights.
+        words: The mesh axes that split the vocabulary.
+        features: The mesh axes that split the other dimension of the weights.
     """
 
     mesh: Mesh

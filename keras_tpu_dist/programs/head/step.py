@@ -24,7 +24,7 @@ LEAST_WORDS = 4096
 MOST_OF_ROOM = 0.4
 # The bytes of logits and their gradient in a training step, relative to those of the logits: 1.1
 # to 1.4 with the TPU compiler (`python benchmarks/head.py --layers 0`).
-_WITH_GRADIENT = 1.5
+GRADIENT_TIMES = 1.5
 # One pass finds the sum of exponentials, and one the loss and its gradients. Each further one
 # computes the logits once more: only if that is asked for.
 _MOST_PASSES = 2
@@ -32,6 +32,7 @@ _MOST_PASSES_ASKED = 8
 
 IN_PIECES = "head in pieces: logits of {} of {} words at a time, computed {} times"
 WHOLE = "head as a whole"
+_ASK = 'head="pieces"'
 SMALL = f"{WHOLE}: its logits are no larger than a piece"
 # On a model: how its last step computed each head, and why.
 uses = _keras.Mark("_keras_tpu_dist_head")
@@ -56,7 +57,7 @@ def step_in_pieces(
             least_bytes = max(MOST_OF_ROOM * (hbm_bytes - _state_bytes(model, kind)), 0)
             words = max((max(v.shape, default=0) for v in model.weights), default=0)
             ways = axis_size(mesh, tuple(batch) or None)
-            if 4 * _WITH_GRADIENT * _labels(data) * words / ways < least_bytes:
+            if 4 * GRADIENT_TIMES * _labels(data) * words / ways < least_bytes:
                 return step(state, data)
         return _Step(model, kind, step, mesh, tuple(batch), least_bytes)(state, data)
 
@@ -66,6 +67,11 @@ def step_in_pieces(
 def described(model: Any) -> dict[str, str]:
     """How the last step of a model computed its heads: from the path of their weights to words."""
     return dict(uses.of(model) or {})
+
+
+def can_be_in_pieces(words: str) -> bool:
+    """Whether a head that was computed as `described` says would take less memory in pieces."""
+    return _ASK in words
 
 
 def _labels(data: Any) -> int:
@@ -122,7 +128,7 @@ class _Step:
         path, words, features = self._stored(graph, head)
         split = HeadSplit(self._mesh, self._batch, self._splitting(head, words, features), features)
         size = head.tokens * head.words * head.logits.aval.dtype.itemsize
-        size *= _WITH_GRADIENT if self._kind == "train" else 1
+        size *= GRADIENT_TIMES if self._kind == "train" else 1
         if size / split.ways((*split.rows, *split.summed)) < (self._least_bytes or 0):
             return graph, {}
         try:

@@ -15,6 +15,13 @@ from keras_tpu_dist.hardware.topology import Topology, listed_shapes
 from keras_tpu_dist.layout.placement import bytes_of
 from keras_tpu_dist.layout.planner import Planner
 from keras_tpu_dist.memory.blocks import blocks
+from keras_tpu_dist.programs.head.pieces import PIECE_BYTES
+from keras_tpu_dist.programs.head.step import (
+    GRADIENT_TIMES,
+    LEAST_WORDS,
+    can_be_in_pieces,
+    described,
+)
 from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.tools.hlo import ProgramCost
 from keras_tpu_dist.training.flops import count_tokens
@@ -30,7 +37,7 @@ _WORTH = 0.1
 _FILLED = 0.85
 # A batch is not made larger than this many times.
 _LARGEST_TIMES = 8
-# Steps shorter than this wait for Python, which starts them; see docs/device_loop.md.
+# Steps shorter than this wait for Python, which starts them; see docs/mixed_precision.md.
 _SHORT_STEP = 1e-3
 # Layers read a weight forward and backward, and write its gradient.
 _TIMES_READ = 3
@@ -38,6 +45,7 @@ _TIMES_READ = 3
 _ROWS_AT_ONCE = 128
 _STEPS = 32
 _IN_BFLOAT16 = 'keras.config.set_dtype_policy("mixed_bfloat16") before the model'
+_IN_PIECES = 'TPUStrategy(..., head="pieces")'
 _RECURRENT = (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN)
 
 
@@ -46,7 +54,8 @@ class Change(Printed):
     """A change of a program, and what it brings by a count.
 
     Attributes:
-        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"layout"`, `"remat"`, `"slice"` or `"steps"`.
+        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"head"`, `"layout"`, `"remat"`, `"slice"` or
+            `"steps"`.
         figure: What it changes: `"memory"`, `"HBM traffic"`, `"collectives"` (in bytes),
             `"rows per second"` or `"launches"`.
         before: The figure now.
@@ -75,10 +84,13 @@ class Change(Printed):
         """
         cost = run.cost
         if self.figure == "memory":
-            return float(run.total_bytes)
+            # What does not fit is sized on a larger slice, before and after.
+            return float(run.breakdown_bytes)
         if self.figure == "rows per second":
             return run.samples_per_second
-        if cost is None or self.figure == "launches":
+        if self.figure == "launches":
+            return self.before / run.steps
+        if cost is None:
             return None
         if self.figure == "HBM traffic":
             return float(cost.hbm_bytes)
@@ -90,8 +102,9 @@ class Change(Printed):
         if self.figure in ("memory", "HBM traffic", "collectives"):
             of = "a device" if self.figure == "memory" else "a step"
             before, after = size_text(self.before), size_text(self.after)
-            # What a kernel of all times keeps on the chip is not counted.
-            less = " or less" if self.kind == "convert" else ""
+            # What a kernel of all times keeps on the chip is not counted, nor what a loss of
+            # probabilities computes from logits.
+            less = " or less" if self.kind in ("convert", "head") else ""
             return f"{self.figure} {before} to {after}{less} {of}"
         if self.figure == "rows per second":
             return f"about {self.factor:.1f} times the rows per second"
@@ -115,6 +128,8 @@ class Levers:
             axes; 0 if none can.
         blocks: The number of repeated blocks that keep their activations.
         block_bytes: Bytes of the outputs of these blocks on one device.
+        logits_bytes: Bytes of a vocabulary's logits and their gradient on one device, if they
+            exist as a whole, and need not; else 0.
         rows: Rows of a device, if products have no others, as those of pixels or tokens; else 0.
     """
 
@@ -124,6 +139,7 @@ class Levers:
     planned_bytes: int
     blocks: int
     block_bytes: int
+    logits_bytes: int
     rows: int
     optimizer: str
     data_axes: tuple[str, ...]
@@ -144,6 +160,7 @@ def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
         planned_bytes=planned,
         blocks=count,
         block_bytes=kept,
+        logits_bytes=_logits(model, strategy, batch),
         rows=_rows_alone(batch[0], recurrent) // strategy.num_replicas_in_sync,
         optimizer=model.optimizer.name,
         data_axes=tuple(strategy.data_axes),
@@ -181,18 +198,34 @@ def _blocks(model: Any, strategy: Strategy, batch: Any) -> tuple[int, int]:
     found = [layer for _, layer in blocks(model) if _keras.sublayers(layer)]
     if strategy.options.remat is not None or len(found) < 2:
         return 0, 0
+    sizes = [_output_bytes(layer, strategy, batch) for layer in found]
+    return (len(found), sum(sizes)) if all(sizes) else (0, 0)
+
+
+def _output_bytes(layer: Any, strategy: Strategy, batch: Any) -> int:
+    """The bytes of a layer's outputs on one device; 0 if its shapes are not known."""
+    # Layers of a subclassed model have no `output`.
+    outputs = keras.tree.flatten(getattr(layer, "output", None))
+    if not all(isinstance(output, keras.KerasTensor) for output in outputs):
+        return 0
     rows = keras.tree.flatten(batch)[0].shape[0]
     length = count_tokens(batch[0]) // rows
     total = 0
-    for layer in found:
-        # Layers of a subclassed model have no `output`.
-        outputs = keras.tree.flatten(getattr(layer, "output", None))
-        if not all(isinstance(output, keras.KerasTensor) for output in outputs):
-            return 0, 0
-        for output in outputs:
-            sizes = [rows, *(length if size is None else size for size in output.shape[1:])]
-            total += math.prod(sizes) * np.dtype(output.dtype).itemsize
-    return len(found), total // strategy.num_replicas_in_sync
+    for output in outputs:
+        sizes = [rows, *(length if size is None else size for size in output.shape[1:])]
+        total += math.prod(sizes) * np.dtype(output.dtype).itemsize
+    return total // strategy.num_replicas_in_sync
+
+
+def _logits(model: Any, strategy: Strategy, batch: Any) -> int:
+    """The bytes of logits and their gradient on one device, if they could be in pieces."""
+    output = getattr(model, "output", None)
+    if not isinstance(output, keras.KerasTensor) or strategy.sequence_axis is not None:
+        return 0
+    uses = described(model).values()
+    if (output.shape[-1] or 0) < LEAST_WORDS or not all(map(can_be_in_pieces, uses)):
+        return 0
+    return int(GRADIENT_TIMES * _output_bytes(model, strategy, batch))
 
 
 def _rows_alone(x: Any, recurrent: Mapping[str, float]) -> int:
@@ -228,6 +261,7 @@ def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
         if all(change.after > room for change in found):
             more = [*_fewer_rows(run), *_larger_slice(run, levers)]
             found = [*found[: MOST_CHANGES - len(more)], *more]
+            found.sort(key=lambda change: change.after > room)
     return tuple(found[:MOST_CHANGES])
 
 
@@ -248,8 +282,12 @@ def _smaller(run: "DryRun", levers: Levers) -> list[Change]:
         kept = levers.block_bytes + activations // levers.blocks
         line = 'TPUStrategy(..., remat="full")'
         found.append(Change("remat", "memory", total, total - activations + kept, line, "full"))
-    if levers.in_float32:
-        after = total - activations // 2
+    if levers.logits_bytes > PIECE_BYTES:
+        after = total - min(levers.logits_bytes - PIECE_BYTES, activations)
+        found.append(Change("head", "memory", total, after, _IN_PIECES, "pieces"))
+    # Losses compute in float32, whatever the logits are.
+    if levers.in_float32 and 2 * levers.logits_bytes < activations:
+        after = total - (activations - levers.logits_bytes) // 2
         found.append(Change("bfloat16", "memory", total, after, _IN_BFLOAT16))
     found = [change for change in found if change.factor <= 1 - _WORTH]
     return sorted(found, key=lambda change: change.after)

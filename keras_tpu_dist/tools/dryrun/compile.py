@@ -19,6 +19,7 @@ from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
+from keras_tpu_dist.show.progress import excused
 from keras_tpu_dist.tools.dryrun import worker
 from keras_tpu_dist.tools.dryrun.build import Lowered
 from keras_tpu_dist.tools.dryrun.cache import Cache, key_of
@@ -102,6 +103,12 @@ class How:
     progress: Callable[[str], Any] | None = None
 
 
+_USUAL = (
+    "keras_tpu_dist: the TPU compiler is at work. Most models take it 10 seconds to 3 minutes, "
+    "language models of billions of weights up to 10."
+)
+
+
 def has_libtpu() -> bool:
     """Whether the TPU compiler is installed; nothing is loaded."""
     return importlib.util.find_spec("libtpu") is not None
@@ -144,7 +151,8 @@ def run_compiler(
     """
     on_cpu = job["topology"] is None
     environment = cpu_environment(len(job["places"])) if on_cpu else libtpu_environment()
-    result, log = run_job(job, environment, timeout, where)
+    with excused(_USUAL):
+        result, log = run_job(job, environment, timeout, where)
     error = result.get("error")
     if error and not is_about_hbm(error):
         raise runtime_error(

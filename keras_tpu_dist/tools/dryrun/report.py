@@ -38,6 +38,8 @@ _LEAST_SHARE = 0.01
 _MOST_SAID = 300
 # Layers whose exchanges the compiler joined: "dense and 4 more".
 _MORE = re.compile(r" and (\d+) more$")
+# Names such as "block2a_dwconv", whose number is that of a block.
+_OF_A_BLOCK = re.compile(r"\d[a-z]?_[a-z_]+$")
 _OF_LAYERS = ("flops", "hbm_bytes", "cycles", "backward_cycles", "link_seconds")
 
 Row = tuple[str, ...]
@@ -96,6 +98,7 @@ class DryRun(Page):
         calibration: The measurements on such chips that were used, in words; empty if none.
         changes: What to change, at most three changes with their effect by a count; see
             `keras_tpu_dist.advise`, which compiles them.
+        steps: Steps of the launch that was compiled; times and operations are of one of them.
         verification: With `verify=True`, the `Verification`: whether the program computes what one
             device does.
 
@@ -139,6 +142,7 @@ class DryRun(Page):
     token_limit_s: float | None = None
     calibration: str = ""
     changes: tuple[Change, ...] = ()
+    steps: int = 1
     verification: Any = None
 
     @property
@@ -493,7 +497,10 @@ def collective_rows(cost: ProgramCost) -> list[Row]:
     found = families(
         everything,
         lambda e: _MORE.sub("", e.layer),
-        lambda e: ((e.kind, e.axes, e.network, e.overlapped, _scale(e.bytes / e.times)), ""),
+        lambda e: (
+            (e.kind, e.axes, e.network, e.overlapped, _scale(e.layer, e.bytes / e.times)),
+            "",
+        ),
         kind_of,
     )
     rows = []
@@ -508,9 +515,13 @@ def collective_rows(cost: ProgramCost) -> list[Row]:
     return _shown(rows, 8, ("all", "", "", *_sums(everything), "", ""))
 
 
-def _scale(amount: float) -> int:
-    """Equal for about equal amounts, as those of equal blocks are."""
-    return round(math.log2(amount)) if amount > 1 else 0
+def _scale(layer: str, amount: float) -> int:
+    """Equal for layers of one row: of one place in a block by name, or of about equal amounts."""
+    return (
+        round(math.log2(amount))
+        if amount > 1 and not _OF_A_BLOCK.search(_MORE.sub("", layer))
+        else 0
+    )
 
 
 def _sums(those: Sequence[CollectiveGroup]) -> Row:
@@ -541,7 +552,9 @@ def layer_rows(cost: ProgramCost) -> list[Row]:
             duration_text(link) if link else "-",
         )
 
-    found = families(cost.layers, lambda c: c.layer, lambda c: (_scale(c.flops), ""), kind_of)
+    found = families(
+        cost.layers, lambda c: c.layer, lambda c: (_scale(c.layer, c.flops), ""), kind_of
+    )
     rows = []
     for those in found:
         amount = sum(c.cycles if cost.cycles else c.flops for c in those.rows)

@@ -305,6 +305,7 @@ def _report(
         calibration="" if lowered.calibration is None else str(lowered.calibration),
         prompt_s=None if of_prompt is None else of_prompt.step,
         prompt_range=None if of_prompt is None else of_prompt.span,
+        steps=lowered.steps,
         token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
     )
     levers = lowered.levers

@@ -23,8 +23,8 @@ def seconds_per_byte(
     crosses the same links.
 
     Args:
-        groups: Who takes part together, all at once: positions in `devices`. Those of other slices
-            than the first's have links of their own, and are left out.
+        groups: The groups of devices that compute it at once: positions in `devices`. Groups of
+            other slices than the first's have links of their own, and are left out.
 
     Returns:
         Seconds per byte of the whole array: what is reduced, or what is gathered.

@@ -13,16 +13,17 @@ import keras
 from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
 from keras_tpu_dist.layers.convert import convert
+from keras_tpu_dist.layout.planner import Planner
 from keras_tpu_dist.show.page import Page, document
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import html_table, size_text, text_table
+from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.cache import Cache
 from keras_tpu_dist.tools.dryrun.changes import Change
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
-from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -187,12 +188,13 @@ def _changed(step: Subject, change: Change) -> Subject:
         return replace(step, batch_size=change.value)
     if change.kind in _OF_BUILD:
         return replace(step, build=functools.partial(_OF_BUILD[change.kind], step.build, change))
-    own = Candidate.of(step.strategy)
-    if change.kind == "remat":
-        own = replace(own, remat=change.value)
+    own = step.strategy
+    options, layout = own.options.as_arguments(), own.layouts.layout
+    if change.kind in options:
+        options[change.kind] = change.value
     elif change.value:
-        own = replace(own, layout=change.value)
-    strategy = own.strategy(step.strategy.topology)
+        layout = Planner("auto", memory_bytes=1) if " and " in change.value else change.value
+    strategy = TPUStrategy(dict(own.mesh.shape), layout, topology=own.topology, **options)
     if change.kind == "slice":
         strategy = strategy.on_topology(change.line.split('"')[-2])
     return replace(step, strategy=strategy)

@@ -15,6 +15,8 @@ _EPILOG = (
     "FILE.py:function. `COMMAND --help` lists the options of a command."
 )
 
+_MODES = ("train", "evaluate", "predict", "generate")
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors start with the nearest valid word, if there is one."""
@@ -167,7 +169,7 @@ def _verify(parser: Parser) -> None:
     _strategy(parser)
     _batch_size(parser)
     _inputs(parser)
-    _how(parser)
+    _how(parser, _MODES[:3])
     parser.add_argument(
         "--steps", type=int, help="steps of a launch; default: steps_per_execution of compile"
     )
@@ -375,11 +377,11 @@ def _inputs(parser: Parser) -> None:
     )
 
 
-def _how(parser: Parser) -> None:
+def _how(parser: Parser, modes: tuple[str, ...] = _MODES) -> None:
     parser.add_argument(
         "--mode",
         default="train",
-        choices=("train", "evaluate", "predict", "generate"),
+        choices=modes,
         help="which step to compile; default: train",
     )
     parser.add_argument(
