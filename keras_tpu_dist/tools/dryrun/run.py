@@ -266,7 +266,6 @@ def _report(
     limit_bytes = 0 if loop is None else _read_bytes(lowered, loop)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
-    fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
@@ -279,7 +278,7 @@ def _report(
         mesh=lowered.axes,
         batch_size=lowered.rows,
         parameters=lowered.parameters,
-        fits=fits,
+        fits=None if topology is None else verdict.error is None,
         limit_bytes=topology.hbm_bytes if topology else None,
         total_bytes=total,
         memory=measured.memory,
