@@ -6,13 +6,16 @@ HTML is left out, since viewers of code take its style away.
 """
 
 import pathlib
+import re
 import sys
 
+# Seconds of simulated devices say nothing.
+_SECONDS = re.compile(r"(?<=\d - )\d+m?s - \d+m?s/step")
 NOTEBOOKS = pathlib.Path(__file__).parents[1] / "examples" / "notebooks"
 
 
 def stored(outputs: list) -> list:
-    """The outputs of a cell as text, without standard error.
+    """The outputs of a cell as text, without standard error and seconds.
 
     Args:
         outputs: What running the cell left.
@@ -21,6 +24,8 @@ def stored(outputs: list) -> list:
     for out in found:
         if "data" in out:
             out["data"] = {"text/plain": out["data"]["text/plain"]}
+        if "text" in out:
+            out["text"] = _SECONDS.sub("...", out["text"])
     return found
 
 

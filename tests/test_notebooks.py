@@ -65,11 +65,15 @@ def test_a_notebook_for_a_tpu_runs_on_simulated_devices(path, tmp_path):
     assert "HTML train step" in done.stdout
 
 
-@pytest.mark.parametrize("path", ON_TPU, ids=lambda path: path.stem)
-def test_a_notebook_for_a_tpu_names_no_address(path):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_outputs_as_text_and_names_no_address(path):
+    """`python docs/notebooks.py` writes them; viewers of code show no HTML with its style."""
     text = path.read_text()
     assert "http" not in text
-    assert not [c for c in json.loads(text)["cells"] if c.get("outputs")]
+    outputs = [out for cell in json.loads(text)["cells"] for out in cell.get("outputs", [])]
+    assert len(outputs) >= 4
+    assert all({*out.get("data", ())} <= {"text/plain"} for out in outputs)
+    assert not [out for out in outputs if out["output_type"] == "error"]
 
 
 def test_notebooks_are_there():
