@@ -92,6 +92,16 @@ def _slice(equation: Any, dimension: int, parts: int) -> bool:
     return far or (before != after and before % parts != 0)
 
 
+def _concatenate(equation: Any, dimension: int, parts: int) -> bool:
+    # libtpu reads rows of an operand that crosses the border of two devices at a wrong place. It
+    # was seen where the operand has fewer rows than there are devices, and than one of them has.
+    if dimension != equation.params["dimension"]:
+        return False
+    total = equation.outvars[0].aval.shape[dimension]
+    sizes = (operand.aval.shape[dimension] for operand in equation.invars)
+    return any(2 <= size < parts and size * size < total for size in sizes)
+
+
 def _cumulate(equation: Any, dimension: int, parts: int) -> bool:
     return equation.params["axis"] == dimension
 
@@ -108,6 +118,7 @@ def _window(equation: Any, dimension: int, parts: int) -> bool:
 
 _WRONG: dict[str, Callable[[Any, int, int], bool]] = {
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulate),
+    "concatenate": _concatenate,
     "fft": _transform,
     "pad": _pad,
     "slice": _slice,
