@@ -41,6 +41,9 @@ _ENTRY_POINTS = {
 # Variables move together, up to so many bytes: a state that fills the memory cannot exist twice.
 _MOVED_AT_ONCE_BYTES = 64 * 2**20
 
+# From so many equal arrays on, a program for so many at once is worth its compilation.
+_FEWEST_FOR_A_PROGRAM, _MOVED_BY_A_PROGRAM = 512, 64
+
 # The input of the running fit: its own data adapter, once Keras has created it.
 input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "input of fit", default=None
@@ -859,17 +862,48 @@ def _is_here(layout: Any) -> bool:
 
 def _move_together(moves: list[tuple[Any, Any]]) -> None:
     """Moves values in one transfer: Keras's `assign` of thousands of them takes seconds."""
-    values = [variable._value for variable, _ in moves]
+    alike: dict[Any, list[tuple[Any, Any]]] = {}
+    for variable, layout in moves:
+        value = variable._value
+        key = value.shape, value.dtype, value.sharding, layout
+        alike.setdefault(key, []).append((variable, layout))
+    rest: list[tuple[Any, Any]] = []
+    for (_, _, before, layout), those in alike.items():
+        by_program = 0
+        if len(those) >= _FEWEST_FOR_A_PROGRAM and _same_devices(before, layout):
+            by_program = len(those) // _MOVED_BY_A_PROGRAM * _MOVED_BY_A_PROGRAM
+            _move_by_program([variable for variable, _ in those[:by_program]], layout)
+        rest += those[by_program:]
+    values = [variable._value for variable, _ in rest]
     # JAX sends a value that is whole on every device through the host, too, after a long search.
     values = [
         numpy.asarray(value)
         if value.is_fully_replicated and not layout.is_fully_replicated
         else value
-        for value, (_, layout) in zip(values, moves, strict=True)
+        for value, (_, layout) in zip(values, rest, strict=True)
     ]
-    placed = jax.device_put(values, [layout for _, layout in moves])
-    for (variable, layout), value in zip(moves, placed, strict=True):
+    placed = jax.device_put(values, [layout for _, layout in rest])
+    for (variable, layout), value in zip(rest, placed, strict=True):
         variable._layout, variable._value = layout, value
+
+
+def _same_devices(before: Any, layout: Any) -> bool:
+    """Whether one program can take arrays of one layout and return them in the other."""
+    return (
+        isinstance(before, NamedSharding)
+        and before.memory_kind == layout.memory_kind
+        and list(before.mesh.devices.flat) == list(layout.mesh.devices.flat)
+    )
+
+
+def _move_by_program(variables: list, layout: Any) -> None:
+    """Moves equal variables: for each array, JAX's transfer takes three times as long."""
+    many = _MOVED_BY_A_PROGRAM
+    move = jax.jit(lambda *values: values, out_shardings=(layout,) * many)
+    for start in range(0, len(variables), many):
+        group = variables[start : start + many]
+        for variable, value in zip(group, move(*[v._value for v in group]), strict=True):
+            variable._layout, variable._value = layout, value
 
 
 def stateless_scope() -> Any:

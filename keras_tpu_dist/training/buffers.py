@@ -11,7 +11,7 @@ import numpy as np
 from keras_tpu_dist import _keras
 
 # A state that fills the memory cannot exist twice, so it is copied in groups of this size.
-_GROUP_BYTES = 64 * 2**20
+_GROUP_BYTES = 8 * 2**20
 
 
 class Buffers:

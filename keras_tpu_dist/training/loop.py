@@ -356,6 +356,9 @@ class Training(StepLoop):
                 hold no arrays that the launch consumes.
         """
         if not self._guard.kept:
+            for group in groups:
+                # An array that must be copied first is freed as soon as it has its copy.
+                group.values.clear()
             values = self._turns.buffers.to_consume(self._all_variables)
         else:
             values = _keras.values_of(self._all_variables)

@@ -382,3 +382,30 @@ def test_explain_says_whether_the_strategy_trains_the_model():
     part = keras.Sequential(model.layers[:1])
     assert words not in str(strategy.explain(part))
     assert f"{words}: it belongs to {strategy!r}" in " ".join(str(other.explain(model)).split())
+
+
+def test_many_equal_arrays_are_moved_by_one_program(monkeypatch):
+    def build():
+        inputs = x = keras.Input((4,))
+        for _ in range(24):
+            x = keras.layers.Dense(4)(x)
+        return keras.Model(inputs, x)
+
+    monkeypatch.setattr("keras_tpu_dist._keras.trainer._FEWEST_FOR_A_PROGRAM", 64)
+    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
+    with strategy.scope():
+        model = build()
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        rng = np.random.default_rng(0)
+        variables = [*model.variables, *model.optimizer.variables]
+        values = [rng.normal(size=v.shape).astype(v.dtype) for v in variables]
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        membership.adopt(model, strategy)
+    kernels = [v for v in variables if len(v.shape) == 2]
+    assert len(kernels) == 3 * 24
+    assert not any(v.value.is_fully_replicated for v in kernels)
+    for variable, value in zip(variables, values, strict=True):
+        assert _keras.variable_layout(variable) == variable.value.sharding
+        np.testing.assert_array_equal(variable.value, value)

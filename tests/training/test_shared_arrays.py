@@ -5,9 +5,12 @@ import json
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
+import keras
+import numpy as np
 import pytest
 import shared_arrays
 from helpers import TOLERANCE
@@ -78,6 +81,27 @@ def test_a_state_is_copied_in_groups(monkeypatch):
     monkeypatch.setattr(buffers, "_GROUP_BYTES", 300)
     gap = shared_arrays.difference("deleted", {"data": 8}, 1, donate_state=True)
     assert gap <= TOLERANCE
+
+
+def test_a_group_is_freed_before_the_next_is_copied(monkeypatch):
+    from keras_tpu_dist.training import buffers
+
+    originals, alive, stock = [], [], buffers.copies_apart
+
+    def copied(arrays):
+        alive.append(sum(array() is not None for array in originals))
+        originals.extend(map(weakref.ref, arrays))
+        return stock(arrays)
+
+    monkeypatch.setattr(buffers, "copies_apart", copied)
+    monkeypatch.setattr(buffers, "_GROUP_BYTES", 300)
+    with ktd.TPUStrategy({"data": 8}, donate_state=True).scope():
+        model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8) for _ in range(4))])
+        model.compile("sgd", "mse")
+    x = np.ones((16, 8), "float32")
+    model.fit(x, x, batch_size=8, verbose=0)
+    assert len(alive) > 2
+    assert not any(alive)
 
 
 def test_a_variable_that_trained_is_copied_and_pickled():
