@@ -889,11 +889,11 @@ def _move_together(moves: list[tuple[Any, Any]]) -> None:
 
 def _same_devices(before: Any, layout: Any) -> bool:
     """Whether one program can take arrays of one layout and return them in the other."""
-    return (
-        isinstance(before, NamedSharding)
-        and before.memory_kind == layout.memory_kind
-        and list(before.mesh.devices.flat) == list(layout.mesh.devices.flat)
-    )
+    if not isinstance(before, NamedSharding) or before.memory_kind != layout.memory_kind:
+        return False
+    meshes: list[Any] = [before.mesh, layout.mesh]
+    here, there = (list(mesh.devices.flat) for mesh in meshes)
+    return here == there
 
 
 def _move_by_program(variables: list, layout: Any) -> None:
