@@ -892,7 +892,7 @@ def _same_devices(before: Any, layout: Any) -> bool:
     if not isinstance(before, NamedSharding) or before.memory_kind != layout.memory_kind:
         return False
     meshes: list[Any] = [before.mesh, layout.mesh]
-    here, there = (list(mesh.devices.flat) for mesh in meshes)
+    here, there = (list(used.devices.flat) for used in meshes)
     return here == there
 
 
