@@ -38,7 +38,13 @@ if TYPE_CHECKING or not _waiting:
     from keras_tpu_dist.replica import get_replica_context as get_replica_context
     from keras_tpu_dist.show.progress import show_progress as show_progress
     from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
+    from keras_tpu_dist.training.membership import find_strategy as _find_strategy
 
+    # `restore` is imported on first use.
+    _keras.serve_loading(
+        _find_strategy,
+        lambda *args, **options: _sys.modules[__name__].restore(*args, **options),
+    )
     _warn_of_wrong_jax()
 
 if TYPE_CHECKING:

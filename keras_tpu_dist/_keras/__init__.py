@@ -79,6 +79,7 @@ from keras_tpu_dist._keras.distributed import coordination_client as coordinatio
 from keras_tpu_dist._keras.distributed import started_as as started_as
 from keras_tpu_dist._keras.files import WeightsFile as WeightsFile
 from keras_tpu_dist._keras.files import names_in_files as names_in_files
+from keras_tpu_dist._keras.files import serve_loading as serve_loading
 from keras_tpu_dist._keras.generation import generates as generates
 from keras_tpu_dist._keras.generation import sampler_variables as sampler_variables
 from keras_tpu_dist._keras.generation import serve_generation as serve_generation

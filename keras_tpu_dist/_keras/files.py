@@ -1,20 +1,30 @@
-"""Private names for files that Keras saves: which variable is where in them."""
+"""Private names for files that Keras saves: what is where in them, and loading without copies."""
 
+import functools
 import io
+import math
 import os
+import re
 import stat
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import ml_dtypes
 import numpy as np
-from keras.src.saving import saving_lib
+from keras.src.saving import saving_api, saving_lib
+
+from keras_tpu_dist._keras import seam
+from keras_tpu_dist._keras.active import active_strategy
+from keras_tpu_dist._keras.seam import Replacement
 
 _WEIGHTS = "model.weights.h5"
 _MOST_BYTES_OF_A_MAP = 64 * 2**20
+# Weights up to this size may be in host memory all at once.
+_MOST_BYTES_AT_ONCE = 64 * 2**20
 # The header of a file in a zip archive: 26 bytes, and the lengths of its name and extra field.
 _LOCAL_HEADER = struct.Struct("<26sHH")
 
@@ -150,8 +160,7 @@ class _Archive:
         """A part of the archive, as a seekable file."""
         del mode
         info = self._zip.getinfo(name)
-        stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
-        if stored and not info.flag_bits & 1:
+        if _is_in_place(info):
             return _MemberOfZip(self._path, info.header_offset, info.file_size)
         if info.file_size > self._most_bytes:
             raise ValueError(
@@ -165,6 +174,12 @@ class _Archive:
     def close(self) -> None:
         """Closes the file."""
         self._zip.close()
+
+
+def _is_in_place(info: zipfile.ZipInfo) -> bool:
+    """Whether a part of an archive is neither compressed nor encrypted."""
+    stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+    return stored and not info.flag_bits & 1
 
 
 class _MemberOfZip(io.RawIOBase):
@@ -219,3 +234,100 @@ def _dtype(dataset: Any) -> np.dtype:
 
 def _name(path: str, key: str) -> str:
     return f"{path}/vars/{key}" if path else f"vars/{key}"
+
+
+def serve_loading(find_strategy: Callable[[Any], Any], restore: Callable[..., Any]) -> None:
+    """Declares the replacements of functions that hold a second copy of all weights.
+
+    Args:
+        find_strategy: Returns the strategy of a model, or `None`.
+        restore: Called as `restore(model, directory, strict=..., rename=...)` to load what Orbax
+            wrote.
+    """
+    in_groups = (
+        "Keras holds the old state and the new one on the devices, and all of it on the host"
+    )
+    seam.declare(
+        Replacement(
+            "keras.src.saving.saving_lib",
+            "is_memory_sufficient",
+            functools.partial(_is_memory_sufficient, find_strategy),
+            why="Keras holds a `.keras` file twice in host memory, whatever its size",
+            hook="a limit for files that are held in memory",
+            parameters=("model",),
+        ),
+        Replacement(
+            "keras.src.saving.saving_lib:H5IOStore",
+            "_get_h5_file",
+            _h5_file,
+            why="weights in a `.keras` file are read where they are, if its folder is read-only; "
+            "before Python 3.13, Keras reads from the start of the file for each",
+            hook="a store of weights in an archive that is not extracted",
+            parameters=("path_or_io", "mode"),
+        ),
+        Replacement(
+            "keras.src.saving.saving_api",
+            "load_weights",
+            functools.partial(_load_weights, find_strategy, restore),
+            why=in_groups,
+            hook="reading from Orbax by groups of arrays",
+            parameters=("model", "filepath", "skip_mismatch"),
+        ),
+        Replacement(
+            "keras.src.saving.saving_api",
+            "_load_model_from_orbax_checkpoint",
+            functools.partial(_load_model, restore),
+            why=in_groups,
+            hook="reading from Orbax by groups of arrays",
+            parameters=("filepath", "custom_objects", "compile", "safe_mode"),
+        ),
+    )
+
+
+def _is_memory_sufficient(find_strategy, stock, model):
+    # If not, Keras reads from, or writes to, a file beside the archive.
+    if find_strategy(model) is not None:
+        sizes = [math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in model.variables]
+        if sum(sizes) > _MOST_BYTES_AT_ONCE:
+            return False
+    return stock(model)
+
+
+def _h5_file(stock, store, path_or_io, mode=None):
+    path = getattr(store.archive, "filename", None)
+    if (mode or store.mode) == "r" and isinstance(path, str) and active_strategy() is not None:
+        info = store.archive.getinfo(str(path_or_io))
+        if _is_in_place(info):
+            store.io_file = _MemberOfZip(path, info.header_offset, info.file_size)
+            return h5py.File(store.io_file, mode="r")
+    return stock(store, path_or_io, mode)
+
+
+def _load_weights(find_strategy, restore, stock, model, filepath, skip_mismatch=False, **kwargs):
+    is_directory = os.path.isdir(filepath) and saving_api.is_orbax_checkpoint(filepath)
+    if is_directory and not kwargs and find_strategy(model) is not None:
+        restore(model, os.fspath(filepath), strict=not skip_mismatch)
+    else:
+        stock(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+
+def _load_model(restore, stock, filepath, custom_objects=None, compile=True, safe_mode=True):
+    if active_strategy() is None:
+        return stock(filepath, custom_objects, compile, safe_mode)
+    found = saving_api.ocp.training.Checkpointer(directory=filepath)
+    step = getattr(found.latest, "step", None)
+    saved = [] if step is None else found.checkpointables_metadata(step).metadata
+    if "model_config" not in saved:
+        return stock(filepath, custom_objects, compile, safe_mode)  # which says so
+    wanted = {name: None for name in ("model_config", "assets") if name in saved}
+    loaded = found.load_checkpointables(step, wanted)
+    config = loaded["model_config"]["config"]
+    model = saving_lib._model_from_config(config, custom_objects, compile, safe_mode)
+    # If a `Sequential` is made from its config, the paths of its variables lack its name, and Keras
+    # would load nothing.
+    own = f"{model.name}/"
+    named = any(variable.path.startswith(own) for variable in model.variables)
+    rename = [] if named else [(f"^{re.escape(own)}", "")]
+    restore(model, os.path.join(filepath, str(step)), rename=rename)
+    saving_lib._load_assets_from_dict(model, loaded.get("assets"))
+    return model

@@ -163,6 +163,18 @@ MODULES = (
     ),
     *_each(
         "keras.src.saving.saving_lib",
+        "_model_from_config _load_assets_from_dict",
+        "a model in a directory of Orbax, without its weights",
+        "reading from Orbax by groups of arrays",
+    ),
+    *_each(
+        "keras.src.saving.saving_api",
+        "is_orbax_checkpoint ocp",
+        "which directory Keras reads by Orbax",
+        "reading from Orbax by groups of arrays",
+    ),
+    *_each(
+        "keras.src.saving.saving_lib",
         "get_attr_skipset",
         "an optimizer that Keras makes while it saves, where no variable can be made",
     ),

@@ -21,6 +21,9 @@ OWNER = "_keras_tpu_dist_owner"
 # The attribute for the layout in which a variable is used; see `set_use`.
 USE = "_keras_tpu_dist_use"
 
+# Larger arrays of the host are on the devices when `assign` returns.
+_MOST_BYTES_IN_FLIGHT = 2**20
+
 _served: dict[str, Callable] = {}
 
 
@@ -91,8 +94,13 @@ class _Claimed(keras.Variable):
 
     def assign(self, value):
         assigned = super().assign(value)
+        if not isinstance(assigned, np.ndarray):
+            return assigned
+        if assigned.nbytes > _MOST_BYTES_IN_FLIGHT:
+            # Else the host holds it while the next ones of a file are read.
+            jax.block_until_ready(self._value)
         # Keras returns an array of JAX, which code may go on with.
-        return self._value if isinstance(assigned, np.ndarray) else assigned
+        return self._value
 
     def _direct_assign(self, value):
         # If processes build different models, they would run different collectives.

@@ -14,6 +14,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.beside import give_to_layers, load_values
+from keras_tpu_dist.checkpoint.compiled import has_trained
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -94,13 +95,17 @@ def load_file(
             with _file_errors(name):
                 return [file.read(n) for n, _ in group]
 
-        def assign(group: list[tuple[str, Any]]) -> None:
-            values = in_all(f"reading {name}", lambda: read(group), alone=alone)
-            for (_, variable), value in zip(group, values, strict=True):
-                variable.assign(value)
+        def read_in_all(group: list[tuple[str, Any]]) -> list[Any]:
+            return in_all(f"reading {name}", lambda: read(group), alone=alone)
 
-        for group in grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES):
-            assign(group)
+        groups = list(grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES))
+        if has_trained(getattr(model, "optimizer", None)) and len(groups) > 1:
+            # A file that cannot be read to its end must not cost what training has changed.
+            for group in groups:
+                read_in_all(group)
+        for group in groups:
+            for (_, variable), value in zip(group, read_in_all(group), strict=True):
+                variable.assign(value)
 
         def values_of(start: str) -> dict[str, Any]:
             names = [n for n in saved if _is_in(n, (start,))]

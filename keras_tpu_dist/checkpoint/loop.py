@@ -245,7 +245,7 @@ class LoopCheckpoint:
             self._parts.build_optimizer()
         chosen, among = self._parts.chosen(manifest, step)
         before = [has_trained(optimizer) for optimizer in self._parts.optimizers]
-        assign_saved(store, step, chosen)
+        assign_saved(store, step, chosen, any(before))
         self._parts.follow_compiled(before, manifest.training.get("loop_compiled"))
         load_beside(
             self._parts.models,

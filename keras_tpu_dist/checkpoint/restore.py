@@ -70,8 +70,9 @@ def restore(
     """Loads a checkpoint into a model, straight into the shards of its mesh.
 
     The checkpoint may come from any mesh, any number of processes and any layout. The checksums of
-    all values are checked: for up to 128 MiB before anything in the model changes, for larger
-    states in groups of 64 MiB. The optimizer's state is loaded, too, if all weights are.
+    all values are checked before anything in the model changes, if the model has trained or the
+    state has at most 128 MiB; otherwise in groups of 64 MiB. The optimizer's state is loaded, too,
+    if all weights are.
 
     Args:
         model: A built model.
@@ -192,7 +193,7 @@ def _load(
         if manifest.arrays.get(OPTIMIZER):
             build_optimizer(model)
         others = _others(optimizer, reader.state_of(model), manifest, weights, automatic)
-    assign_saved(reader, step, [*pairs, *others])
+    assign_saved(reader, step, [*pairs, *others], before[1])
     has_optimizer = any(saved.key.startswith(OPTIMIZER) for saved, _ in others)
     if has_optimizer:
         follow_compiled(optimizer, *before, manifest.training.get("compiled"))
@@ -221,8 +222,14 @@ def _load(
     )
 
 
-def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+def assign_saved(
+    reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]], trained: bool
+) -> None:
     """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
+
+    Args:
+        trained: Whether the state here is more than initial values. Then all groups are read once
+            before one is assigned, so that a checkpoint that cannot be read changes nothing.
 
     Raises:
         CheckpointError: If one cannot be read.
@@ -231,12 +238,20 @@ def assign_saved(reader: CheckpointReader, step: int, chosen: list[tuple[Saved, 
     # The small ones first, which are read together.
     chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
     groups = list(_groups(chosen))
-    with stages("restoring", len(groups)) as begin:
+    checked = groups if trained and len(groups) > 1 else []
+
+    def read(group: list) -> list:
+        return reader.load(step, [(saved, v.value.sharding, v.value.dtype) for saved, v in group])
+
+    with stages("restoring", len(checked) + len(groups)) as begin:
+        for group in checked:
+            begin("reading all of it once")
+            read(group)
+            _return_freed_memory()
         for group in groups:
             begin(f"{done} of {len(chosen)} variables loaded")
-            wanted = [(saved, v.value.sharding, v.value.dtype) for saved, v in group]
             try:
-                values = reader.load(step, wanted)
+                values = read(group)
             except CheckpointError as error:
                 if not done:
                     raise

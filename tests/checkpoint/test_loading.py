@@ -1,7 +1,8 @@
-"""Weights are loaded straight into shards: no device holds a whole one."""
+"""Weights are loaded straight into shards: no device holds a whole one, the host no second one."""
 
 import collections
 import gc
+import tracemalloc
 
 import jax
 import keras
@@ -44,6 +45,110 @@ class Peak:
         return call
 
 
+def on_eight():
+    return ktd.TPUStrategy({"data": 8}, "fsdp").scope()
+
+
+def written_by_orbax(model, folder):
+    callback = keras.callbacks.OrbaxCheckpoint(folder, save_on_background=False)
+    callback.set_model(model)
+    callback.on_epoch_end(0)
+
+
+# 288 MiB, in variables of 36 MiB: Keras makes one of these in shards, and groups are of 64 MiB.
+def large():
+    layers = [keras.layers.Dense(3072, kernel_initializer="ones") for _ in range(8)]
+    model = keras.Sequential([keras.Input((3072,)), *layers])
+    model.compile("sgd", "mse")
+    for number, layer in enumerate(layers):
+        layer.kernel.assign(np.full((3072, 3072), number, "float32"))
+    return model
+
+
+def saved(kind, model, path):
+    if kind == "ktd":
+        ktd.LoopCheckpoint(path, model).save(1)
+    elif kind.startswith("orbax"):
+        written_by_orbax(model, path)
+    else:
+        model.save(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a.keras", "ktd", "orbax", "orbax model"])
+def test_a_large_state_is_there_once(kind, tmp_path, monkeypatch):
+    with on_eight():
+        saved(kind, large(), tmp_path / kind)
+        makes_the_model = kind in ("a.keras", "orbax model")
+        model = None if makes_the_model else large()
+        gc.collect()
+        tracemalloc.start()
+        with monkeypatch.context() as patch:
+            peak = Peak(patch)
+            if makes_the_model:
+                model = keras.saving.load_model(tmp_path / kind)
+            elif kind == "ktd":
+                ktd.restore(model, tmp_path / kind)
+            else:
+                model.load_weights(tmp_path / kind)
+        _, on_host = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    largest, total = 4 * 3072**2, 4 * 8 * 3072**2
+    own = 0 if makes_the_model else total / 8
+    added = [peak.bytes[device] - peak.before[device] for device in peak.bytes]
+    assert max(added) + own < 1.3 * total / 8
+    # Simulated devices use the arrays that Orbax reads, without a copy.
+    assert on_host < 2 * largest or kind != "a.keras"
+    for number, layer in enumerate(model.layers):
+        np.testing.assert_array_equal(layer.kernel[::1000, ::1000], number)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["one file", "several files", "safetensors"])
+def test_a_preset_of_keras_hub_is_there_once(kind, tmp_path, monkeypatch):
+    hub = pytest.importorskip("keras_hub")
+    # KerasHub 0.32 exports no head of its own, and saves no tied one in a preset's config.
+    tied = kind == "safetensors"
+    with on_eight():
+        model = hub.models.Llama3Backbone(4096, 1, 16, 2304, 4608, 16, tie_word_embeddings=tied)
+        if kind == "safetensors":
+            pytest.importorskip("safetensors")
+            model.export_to_transformers(str(tmp_path))
+        else:
+            size = 10 if kind == "one file" else 0.1
+            model.save_to_preset(str(tmp_path), max_shard_size=size)
+        expected = [np.array(variable) for variable in model.weights]
+        del model
+        gc.collect()
+        tracemalloc.start()
+        with monkeypatch.context() as patch:
+            peak = Peak(patch)
+            loaded = hub.models.Llama3Backbone.from_preset(str(tmp_path))
+        _, on_host = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    sizes = [value.nbytes for value in expected]
+    added = [peak.bytes[device] - peak.before[device] for device in peak.bytes]
+    assert max(added) < 1.3 * sum(sizes) / 8
+    assert on_host < 2.1 * max(sizes)
+    for weight, value in zip(loaded.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
+def test_keras_loads_by_orbax_as_restore_does(tmp_path):
+    with on_eight():
+        model = build()
+        model.compile("adam", "mse")
+        written_by_orbax(model, tmp_path)
+        # Stock Keras finds none of its names in a `Sequential` that is made from its config.
+        again = keras.saving.load_model(tmp_path)
+        np.testing.assert_array_equal(again.layers[0].kernel, model.layers[0].kernel)
+        assert again.optimizer.built
+        other = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(3)])
+        with pytest.raises(ValueError, match="must have exactly the weights of this model"):
+            other.load_weights(tmp_path)
+
+
 def build():
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(WIDTH) for _ in range(DEPTH)]
@@ -59,7 +164,7 @@ def test_each_device_gets_its_shards_alone(name, options, tmp_path, monkeypatch)
     saved = build()
     saved.save_weights(tmp_path / name, **options)
     expected = saved.get_weights()
-    with ktd.TPUStrategy({"data": 8}, "fsdp").scope():
+    with on_eight():
         model = build()
     model.set_weights([np.zeros(weight.shape, weight.dtype) for weight in expected])
     with monkeypatch.context() as patch:

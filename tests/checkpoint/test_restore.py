@@ -304,6 +304,14 @@ def test_a_state_of_several_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointReader, "load", fails_later)
     with pytest.raises(ktd.CheckpointError, match=r"damaged\. \d+ of \d+ variables were loaded"):
         ktd.restore(made("fsdp"), tmp_path, step=8)
+    # A model that has trained loses nothing.
+    other.fit(X, Y, verbose=0)
+    before = numbers(other)
+    for failing in (1, 2, 3):
+        calls[:] = [0] * (3 - failing)
+        with pytest.raises(ktd.CheckpointError, match=r"It is damaged\.$"):
+            ktd.restore(other, tmp_path, step=8)
+        assert_close(numbers(other), before)
 
 
 class Optional(keras.layers.Layer):
