@@ -306,7 +306,10 @@ class Row:
     def strategy(self):
         """The strategy, on the slice."""
         plan = "auto" if "model" in self.mesh else "fsdp" if "fsdp" in self.mesh else None
-        return ktd.TPUStrategy(dict(self.mesh), plan, topology=self.slice, remat=self.remat)
+        # Their programs computed all logits at once; where they did not, the row says so.
+        return ktd.TPUStrategy(
+            dict(self.mesh), plan, topology=self.slice, remat=self.remat, head="whole"
+        )
 
     @property
     def batch(self) -> int:
