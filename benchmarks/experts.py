@@ -5,8 +5,7 @@
 `chosen`: layers like KerasHub's, which compute every expert for every token (top 8 of 64),
 unchanged and converted by `ktd.convert`. `gshard`: two layers that assign tokens to experts by
 one-hot products, with experts over the data axis: with gathered kernels, with exchanged tokens,
-with `all_to_all` by hand, and with the choice of "fsdp". `sizes`: which is faster for several
-numbers of tokens, and the choice.
+and with `all_to_all` by hand. `sizes`: which is faster for several sizes, and what is chosen.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
@@ -180,10 +179,6 @@ def gshard_model(strategy, by_hand, layers=2, time=1024, width=1024, count=8, hi
     return model
 
 
-# What is done with tokens, whatever their number.
-CHOICES = {"gathered": False, "exchanged": True}
-
-
 def gshard_run(layout, by_hand, exchanged, effort, rows=64, **sizes):
     """A dry run; `exchanged` decides whether tokens are, and `None` leaves that to the plan."""
     strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY)
@@ -197,35 +192,57 @@ def gshard_run(layout, by_hand, exchanged, effort, rows=64, **sizes):
         )
 
 
+# Rows of 1,024 tokens, unless it says otherwise.
+SIZES = (
+    {"rows": 32},
+    {"rows": 128},
+    {"rows": 128, "count": 32},
+    {"rows": 64, "hidden": 3072},
+    {"rows": 96},
+    {"rows": 64, "hidden": 2048},
+    {"rows": 128, "count": 16, "hidden": 3072},
+    {"rows": 64, "width": 512},
+    {"rows": 32, "time": 512, "hidden": 1024},
+    {"rows": 128, "count": 16},
+    {"rows": 64, "width": 2048},
+    {"rows": 96, "width": 2048},
+    {"rows": 64},
+)
+
+
 def sizes(effort):
-    """Prints which is faster for how many tokens, and what is chosen."""
-    print("| rows | experts | gathered | exchanged | chosen |\n| - | - | - | - | - |")
-    for rows, count in ((32, 8), (128, 8), (128, 32)):
-        runs = [
-            gshard_run("fsdp", False, each, effort, rows, count=count)
-            for each in (False, True, None)
-        ]
-        times = [duration_text(each.estimate.step) for each in runs]
-        chosen = any(each.kind == "all-to-all" for each in runs[2].cost.collectives)
-        print(f"| {rows} | {count} | {times[0]} | {times[1]} | "
+    """Prints which way takes less time for several sizes, and what is chosen."""
+    print("| rows, sizes | gathered | exchanged | chosen |\n| - | - | - | - |")
+    for size in SIZES:
+        runs = [gshard_run("fsdp", False, way, effort, **size) for way in (False, True, None)]
+        times = [duration_text(run.estimate.step) for run in runs]
+        chosen = any(c.kind == "all-to-all" for c in runs[2].cost.collectives)
+        words = ", ".join(f"{name} {number}" for name, number in size.items())
+        print(f"| {words} | {times[0]} | {times[1]} | "
               f"{'exchanged' if chosen else 'gathered'} |", flush=True)  # fmt: skip
 
 
 def gshard(effort):
-    """Prints the cost of exchanging tokens by the plan, of gathering kernels, and by hand."""
+    """Prints the cost of gathering kernels, of exchanging tokens by the plan, and by hand."""
     rules = ktd.LayoutRules([("g_shard.*/(up|down)", ("data",))])
-    rows = ("gathered", rules, False), ("exchanged", rules, False), ("by hand", rules, True)
-    rows += (("fsdp", "fsdp", False),)
-    print("| tokens | cycles at the clock | step | collectives | memory |\n| - | - | - | - | - |")
-    for name, layout, by_hand in rows:
-        run = gshard_run(layout, by_hand, CHOICES.get(name), effort)
+    rows = (
+        ("gathered", "fsdp", False, False),
+        ("exchanged", "fsdp", False, True),
+        ("by hand", rules, True, None),
+    )
+    print("| tokens | cycles at the clock | step | HBM traffic | collectives | memory |")
+    print("| - | - | - | - | - | - |")
+    for name, layout, by_hand, exchanged in rows:
+        run = gshard_run(layout, by_hand, exchanged, effort)
         times, sent = run.estimate, {}
-        for each in run.cost.collectives:
-            sent[each.kind] = sent.get(each.kind, 0) + each.bytes * each.times
+        for collective in run.cost.collectives:
+            whole = collective.bytes * collective.times
+            sent[collective.kind] = sent.get(collective.kind, 0) + whole
         largest = sorted(((size, kind) for kind, size in sent.items()), reverse=True)[:2]
         words = ", ".join(f"{kind} of {size_text(size)}" for size, kind in largest)
-        cells = name, duration_text(times.kernels), duration_text(times.step), words
-        print(f"| {' | '.join(cells)} | {size_text(run.peak_bytes)} |", flush=True)
+        cells = name, duration_text(times.kernels), duration_text(times.step)
+        cells += (size_text(run.cost.hbm_bytes), words, size_text(run.peak_bytes))
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main():

@@ -551,8 +551,7 @@ def figures(name: str, row: Row, run: Any, seconds: float) -> dict[str, Any]:
     times, topology = run.estimate, Topology.parse(row.slice)
     published = row.seconds
     if published is None:
-        chips = topology.num_chips * topology.num_slices
-        published = run.model_flops / (row.tflops * 1e12 * chips)
+        published = run.model_flops / (row.tflops * 1e12 * topology.num_chips)
     return {
         "row": name,
         "chip": topology.chip.name,

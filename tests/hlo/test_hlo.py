@@ -440,6 +440,40 @@ def test_a_collective_is_overlapped_where_a_kernel_has_it_and_counts_once():
     ]
 
 
+# A product of 150 us stands between the start and the end of the first all-to-all; after the second
+# one, nothing does.
+_TOKENS_SENT = """
+%dot (p: bf16[1024,1024]) -> bf16[1024,1024] {
+  ROOT %p = bf16[1024,1024] parameter(0)
+}
+
+ENTRY %main (x: bf16[8,4096,1024], w: bf16[1024,1024]) -> bf16[8,4096,1024] {
+  %x = bf16[8,4096,1024] parameter(0)
+  %w = bf16[1024,1024] parameter(1)
+  %s.1 = (bf16[8,4096,1024], bf16[8,4096,1024]) all-to-all-start(%x), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={0}
+  %y = bf16[1024,1024] fusion(%w), kind=kOutput, calls=%dot, \
+backend_config={"estimated_cycles":"225000"}
+  %d.1 = bf16[8,4096,1024] all-to-all-done(%s.1)
+  %s.2 = (bf16[8,4096,1024], bf16[8,4096,1024]) all-to-all-start(%d.1), channel_id=2, \
+replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %d.2 = bf16[8,4096,1024] all-to-all-done(%s.2)
+}
+"""
+
+
+def test_an_all_to_all_is_overlapped_as_far_as_there_is_work_beside_it():
+    v5e = Topology.parse("v5e:2x4")
+    cost = hlo.analyze(_TOKENS_SENT, wire=hlo.Wire.of({"data": 8}, v5e.devices(), v5e))
+    first, second = cost.collectives
+    assert first.asynchronous
+    assert second.asynchronous
+    assert first.exposed_seconds == pytest.approx(first.total_seconds - 150e-6)
+    assert second.exposed_seconds == second.total_seconds > 150e-6
+    waiting = first.exposed_seconds + second.exposed_seconds
+    assert cost.exposed_link_seconds == pytest.approx(waiting)
+
+
 def test_times_on_the_links():
     v5e = Topology.parse("v5e:16x16")
     wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
@@ -27,11 +29,6 @@ from keras_tpu_dist.programs.partitioner.places import constrained
 
 # (experts, features, units)
 _RANK = 3
-# How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
-# byte of kernels twice and to sum it up. In the TPU compiler's estimates, the choice takes at most
-# 6 % longer than the other one (`python benchmarks/experts.py sizes`). No factor does better there:
-# the first and the last row have the same ratio of bytes, and opposite ways are the faster ones.
-_EXCHANGE_FACTOR = 2
 
 
 def exchange_tokens(
@@ -91,8 +88,14 @@ def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
 
 
 def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
-    """Whether exchanging tokens takes less time than gathering kernels."""
-    return _EXCHANGE_FACTOR * tokens_bytes < kernels_bytes
+    """Whether exchanging tokens takes less time than gathering kernels.
+
+    Tokens and gradients are sent there and back, kernels are gathered twice and their gradients
+    summed. A byte of tokens takes twice as long, but more of it is overlapped; gathered kernels
+    cost HBM traffic. By the TPU compiler's estimates both take the same if their bytes are equal
+    (`python benchmarks/experts.py sizes`).
+    """
+    return tokens_bytes < kernels_bytes
 
 
 class _Exchange:
@@ -133,6 +136,12 @@ class _Exchange:
                     self._kernels[id(operand)] = 0, id(operand.constant)
             self._read(operation, met)
         self.is_by_expert = met == set(kernels)
+        # For each product whose results go to experts, what `_batched` needs.
+        self._entering = dict[Equation, tuple[int, int]]()
+        for operation, (side, _) in self.products.items():
+            tokens = operation.operands[1 - side]
+            if id(tokens) not in self._experts:
+                self._enters(tokens, self._place_of(operation, side))
 
     def _read(self, operation: Equation, met: set[int]) -> None:
         found = dimensions(operation.equation)
@@ -172,6 +181,26 @@ class _Exchange:
             return True
         return False
 
+    def _place_of(self, operation: Equation, side: int) -> int:
+        """The dimension of experts in the tokens of a product with kernels."""
+        _, shared = operation.equation.params["dimension_numbers"]
+        dim, _ = self._kernels[id(operation.operands[side])]
+        return int(shared[1 - side][list(shared[side]).index(dim)])
+
+    def _enters(self, value: Atom, dim: int) -> None:
+        """Records the product that computes tokens by expert, if only one operand has experts."""
+        operation = value.operation
+        if operation is None or (found := dimensions(operation.equation)) is None:
+            return
+        size = value.shape[dim]
+        of = [step for step in found.mapped if step.to == dim and step.parts == size]
+        if len(of) != 1:
+            return
+        if operation.name == "dot_general":
+            self._entering[operation] = of[0].operand, of[0].dimension
+        elif len(operation.operands) == 1:
+            self._enters(operation.operands[0], of[0].dimension)
+
     def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
         """Computes the program's outputs."""
         return self._graph.evaluate(inputs, {}, self._run)
@@ -193,12 +222,15 @@ class _Exchange:
 
     def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         if operation not in self.products:
-            return operation.run(self._back(operation, arrays))
+            arrays = self._back(operation, arrays)
+            batched = self._entering.get(operation) or self._leaving(operation)
+            return (
+                operation.run(arrays)
+                if batched is None
+                else [_batched(operation, arrays, *batched)]
+            )
         side, axes = self.products[operation]
-        tokens, kernel = operation.operands[1 - side], operation.operands[side]
-        _, shared = operation.equation.params["dimension_numbers"]
-        dim, _ = self._kernels[id(kernel)]
-        place = shared[1 - side][list(shared[side]).index(dim)]
+        tokens, place = operation.operands[1 - side], self._place_of(operation, side)
         rows = self._rows_of(tokens, place)
         given = arrays[1 - side]
         if id(tokens) not in self._experts:
@@ -208,6 +240,17 @@ class _Exchange:
         place = self._experts[id(operation.results[0])]
         rows = self._rows_of(operation.results[0], place)
         return [self._split_experts(result, rows, place, axes)]
+
+    def _leaving(self, operation: Equation) -> tuple[int, int] | None:
+        """The operand and dimension of experts that a product sums over."""
+        if operation.name != "dot_general":
+            return None
+        summed, _ = operation.equation.params["dimension_numbers"]
+        for side, operand in enumerate(operation.operands):
+            dim = self._experts.get(id(operand))
+            if dim in summed[side]:
+                return side, dim
+        return None
 
     def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         """The operands; split by rows if the operation mixes experts."""
@@ -236,6 +279,39 @@ class _Exchange:
         if rows is not None and array.shape[rows] % axis_size(self._mesh, left or None) == 0:
             dims[rows] = left
         return constrained(array, self._mesh, dims)
+
+
+def _batched(operation: Equation, arrays: list[Any], side: int, dim: int) -> Any:
+    """A product, computed expert by expert: as a product that is batched over experts.
+
+    The compiler lays out the result of a batched product expert by expert, which is how an
+    all-to-all sends it; otherwise it copies the result of this product, or of that of its gradient.
+    It finds that all experts multiply the same operand, or that their products are summed, so there
+    are no arrays for that.
+
+    Args:
+        side: The operand that has experts, in its dimension `dim`.
+    """
+    params = operation.equation.params
+    summed, shared = (list(map(list, pair)) for pair in params["dimension_numbers"])
+    options = {name: params[name] for name in ("precision", "preferred_element_type")}
+    if is_summed := dim in summed[side]:
+        place = summed[side].index(dim)
+        pair = [of.pop(place) for of in summed]
+    else:
+        other = arrays[1 - side]
+        every = jnp.broadcast_to(other, (arrays[side].shape[dim], *other.shape))
+        arrays = [every if number == 1 - side else array for number, array in enumerate(arrays)]
+        summed[1 - side] = [1 + d for d in summed[1 - side]]
+        shared[1 - side] = [1 + d for d in shared[1 - side]]
+        pair = [dim if number == side else 0 for number in range(2)]
+    shared = [[of, *dims] for of, dims in zip(pair, shared, strict=True)]
+    by_expert = lax.dot_general(*arrays, dimension_numbers=(summed, shared), **options)
+    if is_summed:
+        return jnp.sum(by_expert, 0)
+    steps = dimensions(operation.equation).mapped
+    (to,) = [step.to for step in steps if (step.operand, step.dimension) == (side, dim)]
+    return jnp.moveaxis(by_expert, 0, to)
 
 
 def _bytes(value: Atom) -> int:

@@ -102,7 +102,7 @@ class ProgramCost:
     @property
     def exposed_link_seconds(self) -> float:
         """The part of `link_seconds` that the compiler does not overlap with other work."""
-        return sum(c.total_seconds for c in self.collectives if not c.asynchronous)
+        return sum(c.exposed_seconds for c in self.collectives)
 
     def to_dict(self) -> dict[str, object]:
         """The cost as plain data."""
@@ -334,8 +334,27 @@ def _count_collective(
     )
     if collective.group_size < 2:
         return
+    if kind == "all-to-all" and run.instruction.opcode.endswith("-start"):
+        beside = _seconds_beside(program, run, wire)
+        collective = replace(collective, exposed=max(collective.seconds - beside, 0.0))
     tallies.collectives[key] = collective
     tallies.layer(layer).link_seconds += collective.total_seconds
+
+
+def _seconds_beside(program: Program, run: Execution, wire: Wire) -> float:
+    """The time of the kernels that the compiler's schedule has between a start and its end."""
+    if wire.topology is None:
+        return 0.0
+    chip, cycles = wire.topology.chip, 0
+    order = iter(run.computation)
+    while next(order) is not run.instruction:
+        pass
+    for instruction in order:
+        if run.instruction.name in instruction.operand_names:
+            break
+        cycles += cost.estimated_cycles(instruction)
+        cycles += silent.cycles(program, run.computation, instruction, chip)
+    return cycles / chip.clock
 
 
 def _identity(collective: Instruction, run: Instruction) -> str:

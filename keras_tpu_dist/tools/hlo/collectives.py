@@ -37,6 +37,9 @@ class Collective:
         network: `"ICI"` within a slice, `"DCN"` between slices.
         seconds: Minimal time of one run by the speed of its links, and a microsecond for each hop
             if that is more; 0 if they are unknown.
+        exposed: If it is asynchronous, the part of `seconds` that is not overlapped. Above 0 only
+            for all-to-alls, which are overlapped as far as there is work between start and end:
+            often there is none, because the next product needs the result.
     """
 
     kind: str
@@ -51,11 +54,17 @@ class Collective:
     network: str
     sent_bytes: float
     seconds: float
+    exposed: float = 0.0
 
     @property
     def total_seconds(self) -> float:
         """Time of all runs in a step."""
         return self.seconds * self.times
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of `total_seconds` that is not overlapped."""
+        return (self.exposed if self.asynchronous else self.seconds) * self.times
 
 
 def kind_of(instruction: Instruction) -> str | None:
