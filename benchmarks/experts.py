@@ -1,6 +1,6 @@
 """Mixtures of experts: the TPU compiler's estimates for a train step; nothing runs on a chip.
 
-    python benchmarks/experts.py [--effort exact] [chosen] [gshard] [sizes]
+    python benchmarks/experts.py [--effort exact] [--overlap] [chosen] [gshard] [sizes]
 
 `chosen`: layers like KerasHub's, which compute every expert for every token (top 8 of 64),
 unchanged and converted by `ktd.convert`. `gshard`: two layers that assign tokens to experts by
@@ -179,9 +179,10 @@ def gshard_model(strategy, by_hand, layers=2, time=1024, width=1024, count=8, hi
     return model
 
 
-def gshard_run(layout, by_hand, exchanged, effort, rows=64, **sizes):
+def gshard_run(layout, by_hand, exchanged, effort, overlap, rows=64, **sizes):
     """A dry run; `exchanged` decides whether tokens are, and `None` leaves that to the plan."""
-    strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY)
+    options = {exchange.ASYNCHRONOUS: True} if overlap else "auto"
+    strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY, compiler_options=options)
     decide = mock.patch.object(exchange, "is_shorter", return_value=exchanged)
     with contextlib.nullcontext() if exchanged is None else decide:
         return ktd.dry_run(
@@ -210,11 +211,13 @@ SIZES = (
 )
 
 
-def sizes(effort):
+def sizes(effort, overlap):
     """Prints which way takes less time for several sizes, and what is chosen."""
     print("| rows, sizes | gathered | exchanged | chosen |\n| - | - | - | - |")
     for size in SIZES:
-        runs = [gshard_run("fsdp", False, way, effort, **size) for way in (False, True, None)]
+        runs = [
+            gshard_run("fsdp", False, way, effort, overlap, **size) for way in (False, True, None)
+        ]
         times = [duration_text(run.estimate.step) for run in runs]
         chosen = any(c.kind == "all-to-all" for c in runs[2].cost.collectives)
         words = ", ".join(f"{name} {number}" for name, number in size.items())
@@ -222,7 +225,7 @@ def sizes(effort):
               f"{'exchanged' if chosen else 'gathered'} |", flush=True)  # fmt: skip
 
 
-def gshard(effort):
+def gshard(effort, overlap):
     """Prints the cost of gathering kernels, of exchanging tokens by the plan, and by hand."""
     rules = ktd.LayoutRules([("g_shard.*/(up|down)", ("data",))])
     rows = (
@@ -233,7 +236,7 @@ def gshard(effort):
     print("| tokens | cycles at the clock | step | HBM traffic | collectives | memory |")
     print("| - | - | - | - | - | - |")
     for name, layout, by_hand, exchanged in rows:
-        run = gshard_run(layout, by_hand, exchanged, effort)
+        run = gshard_run(layout, by_hand, exchanged, effort, overlap)
         times, sent = run.estimate, {}
         for collective in run.cost.collectives:
             whole = collective.bytes * collective.times
@@ -250,13 +253,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", choices=["chosen", "gshard", "sizes", []], default=[])
     parser.add_argument("--effort", default="exact", choices=["quick", "exact"])
+    parser.add_argument("--overlap", action="store_true", help="all-to-alls beside other work")
     options = parser.parse_args()
     if not options.tables or "chosen" in options.tables:
         chosen(options.effort)
     if not options.tables or "gshard" in options.tables:
-        gshard(options.effort)
+        gshard(options.effort, options.overlap)
     if not options.tables or "sizes" in options.tables:
-        sizes(options.effort)
+        sizes(options.effort, options.overlap)
 
 
 if __name__ == "__main__":

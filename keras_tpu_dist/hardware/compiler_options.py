@@ -33,9 +33,6 @@ OVERLAP: dict[str, Any] = {
     # (`python benchmarks/fsdp.py`).
     "xla_jf_crs_combiner_threshold_in_bytes": 4 * 2**20,
 }
-# By default, chips wait for every all-to-all. With this, tokens go to experts and back while
-# gradients of kernels are computed (`python benchmarks/experts.py gshard`).
-EXCHANGES: dict[str, Any] = {"xla_tpu_enable_async_all_to_all": True}
 # Products stay whole; without this, XLA cuts them into rings of small ones. It is MaxText's
 # DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than the transfers they
 # hide; on 8 chips, where they do overlap, they save 5 %. If every device has whole weights, a step
@@ -169,4 +166,4 @@ def _chosen_for(options: Any, device: Any, devices: int, split: bool) -> dict[st
     if options is None:
         return right
     whole = {} if uses_rings(devices, split) else WHOLE_PRODUCTS
-    return {**_BY_KIND.get(device.device_kind, {}), **EXCHANGES, **whole, **right}
+    return {**_BY_KIND.get(device.device_kind, {}), **whole, **right}

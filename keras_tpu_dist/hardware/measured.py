@@ -12,10 +12,16 @@ RATIOS: tuple[tuple[str, str, str, str, float], ...] = (
     ("v5e", "train", "compute", "exact", 0.973),
     ("v5e", "train", "compute", "exact", 1.06),
     ("v5e", "train", "compute", "exact", 1.017),
+    ("v4", "train", "compute", "exact", 1.145),
     ("v6e", "train", "compute", "exact", 0.911),
     ("tpu7x", "train", "compute", "exact", 0.94),
+    ("tpu7x", "train", "links", "exact", 1.675),
+    ("v5e", "train", "compute", "exact", 1.032),
     ("v5e", "train", "compute", "quick", 0.337),
     ("v3", "train", "HBM", "quick", 0.638),
+    ("v6e", "generate", "HBM", "quick", 1.11),
+    ("v6e", "generate", "HBM", "quick", 1.094),
+    ("v5e", "train", "compute", "quick", 0.374),
 )
 
 

@@ -13,7 +13,6 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware import compiler_options, versions
 from keras_tpu_dist.hardware.compiler_options import (
-    EXCHANGES,
     OVERLAP,
     WHOLE_PRODUCTS,
     chosen_names,
@@ -26,8 +25,7 @@ X, Y = data(29)
 FAST = {"xla_cpu_enable_fast_math": False}
 
 
-SMALL = {**OVERLAP, **EXCHANGES}
-LARGE = {**SMALL, **WHOLE_PRODUCTS}
+LARGE = {**OVERLAP, **WHOLE_PRODUCTS}
 # Every libtpu that this package supports gets it on every chip.
 RIGHT = {DISABLED_PASSES: "while-loop-all-reduce-code-motion"}
 
@@ -65,14 +63,14 @@ def test_a_pass_that_loses_sums_does_not_run(version, wrong, monkeypatch):
     # What is given stays in force, and an empty value switches it off.
     given = options_for({DISABLED_PASSES: "dce"}, V5E, 8)
     assert given[DISABLED_PASSES] == ("dce," + RIGHT[DISABLED_PASSES] if wrong else "dce")
-    assert options_for({DISABLED_PASSES: ""}, V6E, 8)[DISABLED_PASSES] == ""
+    assert options_for({DISABLED_PASSES: ""}, V6E, 8) == {DISABLED_PASSES: ""}
 
 
 def test_passes_that_the_process_leaves_out_stay_left_out(version, monkeypatch):
     monkeypatch.setattr(compiler_options, "libtpu_version", lambda: version)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1 --xla_disable_hlo_passes=dce,cse --xla_b=2")
     found = options_for("auto", V6E, 8)
-    assert found[DISABLED_PASSES] == "dce,cse,while-loop-all-reduce-code-motion"
+    assert found == {DISABLED_PASSES: "dce,cse,while-loop-all-reduce-code-motion"}
 
 
 @pytest.fixture
@@ -120,16 +118,16 @@ CPU = jax.devices()[0]
 @pytest.mark.parametrize(
     ("given", "device", "devices", "expected", "optional"),
     [
-        ("auto", V5E, 8, SMALL, [*SMALL]),
+        ("auto", V5E, 8, OVERLAP, [*OVERLAP]),
         ("auto", V5E, 16, LARGE, [*LARGE]),
-        ("auto", V6E, 8, EXCHANGES, [*EXCHANGES]),
-        ("auto", V6E, 16, {**EXCHANGES, **WHOLE_PRODUCTS}, [*EXCHANGES, *WHOLE_PRODUCTS]),
+        ("auto", V6E, 8, None, []),
+        ("auto", V6E, 16, WHOLE_PRODUCTS, [*WHOLE_PRODUCTS]),
         ("auto", CPU, 16, None, []),
         (None, V5E, 16, None, []),
         (FAST, CPU, 8, FAST, []),
         ({}, CPU, 8, None, []),
         ({}, V5E, 16, LARGE, [*LARGE]),
-        ({"a": 1}, V5E, 8, {**SMALL, "a": 1}, [*SMALL]),
+        ({"a": 1}, V5E, 8, {**OVERLAP, "a": 1}, [*OVERLAP]),
         (dict.fromkeys(LARGE, 0), V5E, 16, dict.fromkeys(LARGE, 0), []),
     ],
 )

@@ -29,6 +29,13 @@ from keras_tpu_dist.programs.partitioner.places import constrained
 
 # (experts, features, units)
 _RANK = 3
+# How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
+# byte of kernels twice and to sum it up, if devices wait for every all-to-all. With ASYNCHRONOUS,
+# both take the same (`python benchmarks/experts.py sizes [--overlap]`).
+_EXCHANGE_FACTOR = 2
+# By libtpu's default devices wait. It is not ours either: for some tables on v5e:8x8 the compiler
+# says "Async all-to-all not supported on limited ICI", and refuses the program.
+ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all"
 
 
 def exchange_tokens(
@@ -65,7 +72,9 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
     def exchanged(jaxpr: Any, inputs: list) -> list:
         exchange = _Exchange(graph_of(jaxpr), strategy.mesh, tuple(strategy.data_axes), axes)
-        if exchange.is_by_expert and exchange.is_shorter():
+        options = strategy.runner.compiler_options or {}
+        overlapped = str(options.get(ASYNCHRONOUS, False)).lower() in ("true", "1")
+        if exchange.is_by_expert and exchange.is_shorter(overlapped):
             return exchange.evaluate(inputs)
         return core.jaxpr_as_fun(jaxpr)(*inputs)
 
@@ -87,15 +96,13 @@ def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
+def is_shorter(tokens_bytes: float, kernels_bytes: float, overlapped: bool = False) -> bool:
     """Whether exchanging tokens takes less time than gathering kernels.
 
-    Tokens and gradients are sent there and back, kernels are gathered twice and their gradients
-    summed. A byte of tokens takes twice as long, but more of it is overlapped; gathered kernels
-    cost HBM traffic. By the TPU compiler's estimates both take the same if their bytes are equal
-    (`python benchmarks/experts.py sizes`).
+    Args:
+        overlapped: Whether all-to-alls run beside other work.
     """
-    return tokens_bytes < kernels_bytes
+    return (1 if overlapped else _EXCHANGE_FACTOR) * tokens_bytes <= kernels_bytes
 
 
 class _Exchange:
@@ -205,7 +212,7 @@ class _Exchange:
         """Computes the program's outputs."""
         return self._graph.evaluate(inputs, {}, self._run)
 
-    def is_shorter(self) -> bool:
+    def is_shorter(self, overlapped: bool) -> bool:
         """Whether exchanging the tokens takes less time than gathering the kernels."""
         sent: dict[int, Atom] = {}
         kernels: dict[int, Atom] = {}
@@ -218,7 +225,7 @@ class _Exchange:
             if not any(id(result) in self._experts for result in operation.results):
                 sent |= {id(v): v for v in operation.operands if id(v) in self._experts}
         tokens_bytes = sum(map(_bytes, sent.values())) / axis_size(self._mesh, self._rows)
-        return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())))
+        return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())), overlapped)
 
     def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         if operation not in self.products:

@@ -405,7 +405,9 @@ class DryRun(Page):
         """What published programs like this took: over an exact estimate, or in this one's time."""
         spread = self.spread
         if spread is None:
-            return f"not known: no published {self._of} is bound by {e.bound}"
+            return (
+                f"not known: at effort {self.effort}, no published {self._of} is bound by {e.bound}"
+            )
         if self.effort == "exact":
             return f"{spread.span} of that: {spread.programs}"
         times = span_text(e.step * spread.low, e.step * spread.high, duration_text)
