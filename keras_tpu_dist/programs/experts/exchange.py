@@ -255,7 +255,7 @@ class _Exchange:
         summed, _ = operation.equation.params["dimension_numbers"]
         for side, operand in enumerate(operation.operands):
             dim = self._experts.get(id(operand))
-            if dim in summed[side]:
+            if dim is not None and dim in summed[side]:
                 return side, dim
         return None
 
@@ -312,12 +312,19 @@ def _batched(operation: Equation, arrays: list[Any], side: int, dim: int) -> Any
         summed[1 - side] = [1 + d for d in summed[1 - side]]
         shared[1 - side] = [1 + d for d in shared[1 - side]]
         pair = [dim if number == side else 0 for number in range(2)]
-    shared = [[of, *dims] for of, dims in zip(pair, shared, strict=True)]
-    by_expert = lax.dot_general(*arrays, dimension_numbers=(summed, shared), **options)
+    by_expert = lax.dot_general(
+        *arrays,
+        dimension_numbers=(
+            (summed[0], summed[1]),
+            ((pair[0], *shared[0]), (pair[1], *shared[1])),
+        ),
+        **options,
+    )
     if is_summed:
         return jnp.sum(by_expert, 0)
-    steps = dimensions(operation.equation).mapped
-    (to,) = [step.to for step in steps if (step.operand, step.dimension) == (side, dim)]
+    found = dimensions(operation.equation)
+    assert found is not None  # a product has its dimensions in the table
+    (to,) = [step.to for step in found.mapped if step[:2] == (side, dim)]
     return jnp.moveaxis(by_expert, 0, to)
 
 
