@@ -360,7 +360,7 @@ def test_reading_does_nothing_else(kind, tmp_path):
 def test_what_the_page_names_is_there():
     root = pathlib.Path(__file__).parents[2]
     page = (root / "docs" / "security.md").read_text()
-    sentence = "runs no code, allocates no more than the model, and writes nowhere"
+    sentence = "runs no code, allocates no more than the model and 64 MiB, and writes nowhere"
     assert all(sentence in text for text in (page, (root / "SECURITY.md").read_text()))
     for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page):
         assert f"def {test}" in (root / file).read_text()
