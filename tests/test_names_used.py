@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib
 import pathlib
+import re
 import types
 
 import pytest
@@ -105,3 +106,25 @@ def test_what_is_used_of_the_package_exists(folder):
 )
 def test_the_search_for_missing_names_finds_them(source, names):
     assert missing(source) == names
+
+
+# HERE / "network.py", HERE.parent / "checkpoint" / "network.py"
+OWN_FILE = re.compile(r'\b_?HERE((?:\.parent)*)((?: / "[\w.]+")+)')
+
+
+def own_files(path):
+    """The Python files that a script names beside itself."""
+    source = path.read_text()
+    if not re.search(r"HERE = (pathlib\.)?Path\(__file__\)\.parent$", source, re.MULTILINE):
+        return
+    for parents, parts in OWN_FILE.findall(source):
+        folder = path.parents[parents.count(".parent")]
+        if parts.endswith('.py"'):
+            yield folder.joinpath(*re.findall(r'"([\w.]+)"', parts))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_scripts_that_are_named_exist(folder):
+    named = [file for path in (ROOT / folder).rglob("*.py") for file in own_files(path)]
+    assert named or folder != "tests"
+    assert [str(file.relative_to(ROOT)) for file in named if not file.exists()] == []

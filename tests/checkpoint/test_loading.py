@@ -98,7 +98,7 @@ def test_a_large_state_is_there_once(kind, tmp_path, monkeypatch):
     added = [peak.bytes[device] - peak.before[device] for device in peak.bytes]
     assert max(added) + own < 1.3 * total / 8
     # Simulated devices use the arrays that Orbax reads, without a copy.
-    assert on_host < 2 * largest or kind != "a.keras"
+    assert on_host < 2 * largest + 2**22 or kind != "a.keras"  # with some MiB of Python's objects
     for number, layer in enumerate(model.layers):
         np.testing.assert_array_equal(layer.kernel[::1000, ::1000], number)
 
