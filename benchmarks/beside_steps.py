@@ -58,7 +58,7 @@ REASONS = {
     "generator: main thread": "the same state that stays alive",
     "a save of 200 MB (Orbax)": "fingerprints of all arrays, which show damage: those would have "
     "to go",
-    "a save of 200 MB (Orbax): peak": "the programs of these fingerprints: the rest is Orbax's own",
+    "a save of 200 MB (Orbax): peak": "not known: without fingerprints it is the same",
     "a restore of 200 MB (Orbax)": "the same fingerprints, read again",
 }
 
