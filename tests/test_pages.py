@@ -92,7 +92,9 @@ def test_the_picture_of_the_first_screen_is_drawn_from_the_table():
     pictures = of_docs("pictures")
     found = pictures.sizes()
     assert pictures.PICTURE.read_text() == pictures.svg(found), "run python docs/pictures.py"
-    assert len(found) == 3
+    sizes = list(found.values())
+    assert len(sizes) == 3
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("rule", reader.RULES)

@@ -221,6 +221,7 @@ def _name(path) -> str:
 
 
 def _if(condition: Any, first: Callable, second: Callable) -> Any:
+    # An eager step would compile both branches again each time.
     if isinstance(condition, jax.core.Tracer):
         return jax.lax.cond(condition, first, second)
     return first() if condition else second()

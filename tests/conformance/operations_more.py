@@ -258,6 +258,8 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "concatenate/axis0": lambda p: ops.concatenate([p.x, p.y]),
     "concatenate/last": lambda p: ops.concatenate([p.x, p.row[:, None]], axis=-1),
     "concatenate/weight": lambda p: ops.concatenate([p.w_table, p.x, p.y[:3]]),
+    "concatenate/short_last": lambda p: ops.sin(ops.concatenate([p.x[:1], p.x, p.x[:2]])),
+    "concatenate/short_between": lambda p: ops.sin(ops.concatenate([p.x[:2], p.x[1:3], p.x])),
     "append/all": lambda p: ops.append(p.x, p.y),
     "append/axis0": lambda p: ops.append(p.x, p.w_table, axis=0),
     "append/last": lambda p: ops.append(p.x, p.vec, axis=1),

@@ -231,11 +231,9 @@ class _Exchange:
         if operation not in self.products:
             arrays = self._back(operation, arrays)
             batched = self._entering.get(operation) or self._leaving(operation)
-            return (
-                operation.run(arrays)
-                if batched is None
-                else [_batched(operation, arrays, *batched)]
-            )
+            if batched is None:
+                return operation.run(arrays)
+            return [_batched(operation, arrays, *batched)]
         side, axes = self.products[operation]
         tokens, place = operation.operands[1 - side], self._place_of(operation, side)
         rows = self._rows_of(tokens, place)

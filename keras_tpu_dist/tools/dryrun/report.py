@@ -519,11 +519,9 @@ def collective_rows(cost: ProgramCost) -> list[Row]:
 
 def _scale(layer: str, amount: float) -> int:
     """Equal for layers of one row: of one place in a block by name, or of about equal amounts."""
-    return (
-        round(math.log2(amount))
-        if amount > 1 and not _OF_A_BLOCK.search(_MORE.sub("", layer))
-        else 0
-    )
+    if amount <= 1 or _OF_A_BLOCK.search(_MORE.sub("", layer)):
+        return 0
+    return round(math.log2(amount))
 
 
 def _sums(those: Sequence[CollectiveGroup]) -> Row:
