@@ -38,6 +38,8 @@ from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, text_table
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
+# What searches and reports call the plan that splits every weight both ways.
+BOTH = "fsdp and tensor_parallel"
 
 # Splitting a small tensor saves little memory and costs a collective.
 MIN_SIZE = 4096
@@ -297,6 +299,13 @@ class Planner:
         if experts and (found := _by_expert(shape, taken, mesh, data_axes, before)) is not None:
             return found
         return split_largest(shape, taken, mesh, data_axes, before)
+
+
+def layout_named(layout: Any) -> Any:
+    """The layout for a strategy: the plan that `BOTH` names, anything else as it is."""
+    # With so little memory, "auto" splits everything.
+    named = isinstance(layout, str) and layout == BOTH
+    return Planner("auto", memory_bytes=1) if named else layout
 
 
 def _by_expert(shape, taken: Axes, mesh, data_axes, before: str) -> Decision | None:

@@ -13,7 +13,7 @@ from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.topology import Topology, listed_shapes
 from keras_tpu_dist.layout.placement import bytes_of
-from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
 from keras_tpu_dist.memory.blocks import blocks
 from keras_tpu_dist.programs.head.pieces import PIECE_BYTES
 from keras_tpu_dist.programs.head.step import (
@@ -177,7 +177,7 @@ def _plan(model: Any, strategy: Strategy) -> tuple[str, int]:
     if layout is None:
         planner, name = Planner("fsdp"), "fsdp"
     elif layout.kind == "tensor_parallel":
-        planner, name = Planner("auto", memory_bytes=1), "fsdp and tensor_parallel"
+        planner, name = layout_named(BOTH), BOTH
     else:
         planner, name = layout, ""
     plan = planner.plan(model, strategy.mesh, strategy.data_axes)

@@ -13,7 +13,7 @@ import keras
 from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
 from keras_tpu_dist.layers.convert import convert
-from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.planner import layout_named
 from keras_tpu_dist.show.page import Page, document
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import html_table, size_text, text_table
@@ -193,7 +193,7 @@ def _changed(step: Subject, change: Change) -> Subject:
     if change.kind in options:
         options[change.kind] = change.value
     elif change.value:
-        layout = Planner("auto", memory_bytes=1) if " and " in change.value else change.value
+        layout = layout_named(change.value)
     strategy = TPUStrategy(dict(own.mesh.shape), layout, topology=own.topology, **options)
     if change.kind == "slice":
         strategy = strategy.on_topology(change.line.split('"')[-2])

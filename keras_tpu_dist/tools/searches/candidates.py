@@ -8,7 +8,7 @@ from typing import Any
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.hlo import Wire, seconds_over
@@ -16,8 +16,6 @@ from keras_tpu_dist.training.protocol import Strategy
 
 # Splitting a weight further than this makes products too thin for the matrix units.
 _MOST_MODEL_WAYS = 16
-# With so little memory, "auto" splits everything.
-_BOTH = Planner("auto", memory_bytes=1)
 
 POLICIES = (None, "dots", "full")
 
@@ -67,7 +65,7 @@ class Candidate(Printed):
         """
         return TPUStrategy(
             dict(self.mesh),
-            self._layout(),
+            layout_named(self.layout),
             topology=topology,
             shard_optimizer=self.shard_optimizer,
             remat=self.remat,
@@ -89,19 +87,15 @@ class Candidate(Printed):
         """The strategy as a line of Python, to copy into a program."""
         arguments = [json.dumps(dict(self.mesh))]
         if self.layout is not None:
-            arguments.append(_layout_code(self._layout()))
+            arguments.append(_layout_code(layout_named(self.layout)))
         if self.shard_optimizer:
             arguments.append("shard_optimizer=True")
         if self.remat is not None:
             arguments.append(f"remat={json.dumps(self.remat)}")
         return f"strategy = ktd.TPUStrategy({', '.join(arguments)})"
 
-    def _layout(self) -> Any:
-        named = isinstance(self.layout, str) and self.layout == "fsdp and tensor_parallel"
-        return _BOTH if named else self.layout
-
     def __str__(self) -> str:
-        layout = 'Planner("auto", memory_bytes=1)' if self._layout() is _BOTH else repr(self.layout)
+        layout = 'Planner("auto", memory_bytes=1)' if self.layout == BOTH else repr(self.layout)
         options = [", shard_optimizer=True"] if self.shard_optimizer else []
         options += [f", remat={self.remat!r}"] if self.remat else []
         return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
@@ -167,7 +161,7 @@ def _meshes(devices: int) -> Iterator[tuple[dict[str, int], str | None]]:
             continue
         yield {"data": devices // model, "model": model}, "tensor_parallel"
         if devices > model:
-            yield {"fsdp": devices // model, "model": model}, "fsdp and tensor_parallel"
+            yield {"fsdp": devices // model, "model": model}, BOTH
 
 
 def _divisors(number: int) -> list[int]:
