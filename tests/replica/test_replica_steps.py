@@ -57,7 +57,7 @@ class Training:
         return keras.Sequential(
             [
                 keras.Input((6,)),
-                keras.layers.Dense(8, kernel_regularizer="l2"),
+                keras.layers.Dense(8, kernel_regularizer="l2", use_bias=False),
                 keras.layers.BatchNormalization(momentum=0.9),
                 keras.layers.Dropout(0.3),
                 keras.layers.Dense(3),
