@@ -1,7 +1,7 @@
 """Reads the pages as a newcomer does: what calls print, headings, words, promises, links.
 
     python docs/reader.py                     # lists what is wrong; exit code 1 if anything is
-    python docs/reader.py --write ragged.md   # runs the page's code, and writes what it prints
+    python docs/reader.py --write input.md   # runs the page's code, and writes what it prints
 
 Below a block that prints stands what it printed, in a block with the title "Output": tests run the
 page and compare. A line `...`, or `...` within a line, stands for anything, such as seconds. With

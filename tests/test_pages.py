@@ -39,9 +39,8 @@ ELSEWHERE = {
 # Pages that take more than a second or two.
 SLOW = {
     *("attention.md", "checkpoints.md", "coming_from.md", "costs.md", "experts.md", "index.md"),
-    *("input.md", "kaggle_colab.md", "layouts.md", "logical_devices.md", "measurement.md"),
-    *("migration.md", "mixed_precision.md", "ragged.md", "recurrent.md", "remat.md", "restart.md"),
-    "troubleshooting.md",
+    *("input.md", "kaggle_colab.md", "layouts.md", "logical_devices.md", "migration.md"),
+    *("mixed_precision.md", "recurrent.md", "remat.md", "restart.md", "troubleshooting.md"),
 }
 
 

@@ -13,7 +13,7 @@ State = list[list[np.ndarray]]
 
 # Relative to the largest value of the array.
 #
-# cpu: 1e-5, the promise of this package for float32 (docs/ragged.md).
+# cpu: 1e-5, the promise of this package for float32 (docs/input.md).
 # tpu: if products round their operands to bfloat16 (8 bits), the average error of an operand is
 # 2**-9, and a few layers add up: 2**-8 times 5. With `jax.default_matmul_precision("highest")`, six
 # passes preserve 24 bits, and only the order of float32 sums differs: 1e-4. Neither was measured on
