@@ -12,7 +12,6 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 
 # isort: split
 import argparse
-import contextlib
 from unittest import mock
 
 import jax
@@ -180,17 +179,26 @@ def gshard_model(strategy, by_hand, layers=2, time=1024, width=1024, count=8, hi
 
 
 def gshard_run(layout, by_hand, exchanged, effort, overlap, rows=64, **sizes):
-    """A dry run; `exchanged` decides whether tokens are, and `None` leaves that to the plan."""
+    """A dry run, and what the rule was asked: bytes of tokens and kernels, and its choice.
+
+    `exchanged` decides instead of the rule.
+    """
     options = {exchange.ASYNCHRONOUS: True} if overlap else "auto"
     strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY, compiler_options=options)
-    decide = mock.patch.object(exchange, "is_shorter", return_value=exchanged)
-    with contextlib.nullcontext() if exchanged is None else decide:
-        return ktd.dry_run(
+    asked, rule = set(), exchange.is_shorter
+
+    def decide(*question):
+        asked.add((*question, rule(*question)))
+        return exchanged
+
+    with mock.patch.object(exchange, "is_shorter", decide):
+        run = ktd.dry_run(
             lambda: gshard_model(strategy, by_hand, **sizes),
             strategy,
             batch_size=rows,
             effort=effort,
         )
+    return run, asked
 
 
 # Rows of 1,024 tokens, unless it says otherwise.
@@ -212,17 +220,21 @@ SIZES = (
 
 
 def sizes(effort, overlap):
-    """Prints which way takes less time for several sizes, and what is chosen."""
-    print("| rows, sizes | gathered | exchanged | chosen |\n| - | - | - | - |")
+    """Prints which way takes less time for several sizes, and what the rule chooses."""
+    print(
+        "| rows, sizes | tokens | kernels | gathered | exchanged | chosen | slower than the other |"
+    )
+    print("| - | - | - | - | - | - | - |")
     for size in SIZES:
-        runs = [
-            gshard_run("fsdp", False, way, effort, overlap, **size) for way in (False, True, None)
-        ]
-        times = [duration_text(run.estimate.step) for run in runs]
-        chosen = any(c.kind == "all-to-all" for c in runs[2].cost.collectives)
-        words = ", ".join(f"{name} {number}" for name, number in size.items())
-        print(f"| {words} | {times[0]} | {times[1]} | "
-              f"{'exchanged' if chosen else 'gathered'} |", flush=True)  # fmt: skip
+        (gathered, asked), (exchanged, _) = (
+            gshard_run("fsdp", False, way, effort, overlap, **size) for way in (False, True)
+        )
+        ((tokens, kernels, *_, chosen),) = asked
+        steps = gathered.estimate.step, exchanged.estimate.step
+        cells = [", ".join(f"{name} {number}" for name, number in size.items())]
+        cells += [size_text(tokens), size_text(kernels), *map(duration_text, steps)]
+        cells += ["exchanged" if chosen else "gathered", f"{steps[chosen] / min(steps) - 1:.1%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def gshard(effort, overlap):
@@ -231,12 +243,12 @@ def gshard(effort, overlap):
     rows = (
         ("gathered", "fsdp", False, False),
         ("exchanged", "fsdp", False, True),
-        ("by hand", rules, True, None),
+        ("by hand", rules, True, False),
     )
     print("| tokens | cycles at the clock | step | HBM traffic | collectives | memory |")
     print("| - | - | - | - | - | - |")
     for name, layout, by_hand, exchanged in rows:
-        run = gshard_run(layout, by_hand, exchanged, effort, overlap)
+        run, _ = gshard_run(layout, by_hand, exchanged, effort, overlap)
         times, sent = run.estimate, {}
         for collective in run.cost.collectives:
             whole = collective.bytes * collective.times

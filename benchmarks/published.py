@@ -525,6 +525,18 @@ ROWS |= {
         remat=None,
     ),
 }
+for chips, shape, rows, published in (
+    (16, "4x4", 3, 3.393),
+    (32, "4x8", 3, 3.495),
+    (64, "8x8", 5, 5.652),
+    (128, "8x16", 4, 4.602),
+):
+    ROWS[f"v6e Llama-3.1 8B, {chips}"] = Row(
+        *(LLAMA_8B(), f"v6e:{shape}", {"fsdp": chips}, rows),
+        RECIPES + f"trillium/Llama3.1-8B-MaxText/v6e-{chips}",
+        seconds=published,
+        differs=HOST,
+    )
 for slices, tflops_16, tflops_128 in ((2, 117, 110), (32, 108, 91)):
     for scale, rows, published in ((16, 6, tflops_16), (128, 1, tflops_128)):
         ROWS[f"{slices} x v5e {scale}B"] = Row(

@@ -20,6 +20,7 @@ from keras_tpu_dist.show.text import duration_text, size_text
 L = keras.layers
 WIDTH, HEADS, KV_HEADS, VOCABULARY, LAYERS = 2048, 16, 8, 32_000, 4
 HEADER = ("tokens a row", "slice", "mesh", "activations", "all", "step", "not overlapped", "MFU")
+HEADER += ("causal by half",)
 # Tokens of a row, slice, mesh.
 ROWS = (
     (16_384, "v5e:4x4", {"data": 16}),
@@ -69,11 +70,11 @@ def main():
         cells = [f"{time:,}", topology, where]
         times = run.estimate
         if times is None:
-            cells += ["", size_text(run.total_bytes), "does not fit", "", ""]
+            cells += ["", size_text(run.total_bytes), "does not fit", "", "", ""]
         else:
             part = f"{times.exposed_link / times.step:.1%}"
             cells += [size_text(run.memory["temporaries"]), size_text(run.total_bytes)]
-            cells += [duration_text(times.step), part, f"{run.mfu:.1%}"]
+            cells += [duration_text(times.step), part, f"{run.mfu:.1%}", f"{run.mfu_causal:.1%}"]
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 

@@ -16,7 +16,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.time import split, symbolic
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.common.plain import only_plain_operations
+from keras_tpu_dist.common.plain import CAUSAL, only_plain_operations
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.memory.again import attention_again
@@ -320,6 +320,8 @@ def _under_strategy(
             attention = functools.partial(dot_product_attention, **where, **options)
         elif time_axis is not None:
             query, key, value = split(query, key, value, **where)
+    if is_causal and only_plain_operations():
+        attention = jax.named_scope(CAUSAL)(attention)
     return attention_again(attention)(query, key, value)
 
 

@@ -160,7 +160,8 @@ class Rates(InFit):
         if self._peak and rows:
             if key not in self._flops:
                 described = _described(batch, steps)
-                self._flops[key] = model_flops(self._trainer, described, "train") * steps / rows
+                flops = model_flops(self._trainer, described, "train").full
+                self._flops[key] = flops * steps / rows
             counts.flops += self._flops[key] * rows
 
     def _spent(self) -> _Counts:

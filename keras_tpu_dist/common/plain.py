@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from keras_tpu_dist.common.setting import setting
 
 _plain = contextvars.ContextVar("plain", default=False)
+# The scope, in such a program, of attention of which a query sees only the keys up to its own.
+CAUSAL = "causal_attention"
 
 
 @contextlib.contextmanager

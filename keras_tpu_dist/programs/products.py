@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from keras_tpu_dist.common.plain import CAUSAL
 from keras_tpu_dist.programs.calls import calls, rank
 from keras_tpu_dist.programs.dimensions import dimensions
 from keras_tpu_dist.programs.jaxprs import opened
@@ -40,6 +41,8 @@ class MatrixProduct:
         weight: Which weight it reads, by number, or `None` for a product of activations.
         contracted: The dimensions of the weight that are summed over.
         taps: Places of a convolution's window, 1 of other products.
+        is_causal: Whether a mask hides half of its values, which count; see
+            `keras_tpu_dist.common.plain.CAUSAL`.
     """
 
     flops: float
@@ -50,6 +53,7 @@ class MatrixProduct:
     written_bytes: int
     times: int
     taps: int = 1
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,18 @@ def _whole(shape: Sequence[int]) -> Dims:
 
 
 def _read(
-    jaxpr: Any, names: dict[Any, Source], times: int, found: list[MatrixProduct | Lookup]
+    jaxpr: Any,
+    names: dict[Any, Source],
+    times: int,
+    found: list[MatrixProduct | Lookup],
+    is_causal: bool = False,
 ) -> None:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         sources = [_source(names, atom) for atom in equation.invars]
         if name == "dot_general":
-            found.append(_dot(equation, sources, times))
+            is_hidden = is_causal or _is_causal(equation)
+            found.append(replace(_dot(equation, sources, times), is_causal=is_hidden))
         elif name == "conv_general_dilated":
             found.append(_convolution(equation, sources, times))
         elif name == "gather" and sources[0] is not None:
@@ -107,7 +116,12 @@ def _read(
         elif name in _HANDING_ON:
             names.update(_handed_on(equation, sources))
         else:
-            _read_called(equation, sources, names, times, found)
+            is_hidden = is_causal or _is_causal(equation)
+            _read_called(equation, sources, names, times, found, is_hidden)
+
+
+def _is_causal(equation: Any) -> bool:
+    return CAUSAL in str(equation.source_info.name_stack)
 
 
 def _source(names: dict[Any, Source], atom: Any) -> Source | None:
@@ -163,7 +177,12 @@ def _product(
 
 
 def _read_called(
-    equation: Any, sources: list, names: dict, times: int, found: list[MatrixProduct | Lookup]
+    equation: Any,
+    sources: list,
+    names: dict,
+    times: int,
+    found: list[MatrixProduct | Lookup],
+    is_causal: bool,
 ) -> None:
     """What programs compute that an equation calls; of several, the one with the most operations.
 
@@ -182,7 +201,7 @@ def _read_called(
             and i not in call.carried
             and len(source[1]) == rank(v)
         }
-        _read(call.jaxpr, inner, times * call.devices * (call.rounds or 1), own)
+        _read(call.jaxpr, inner, times * call.devices * (call.rounds or 1), own, is_causal)
         programs.append(own)
         for i, result in zip(call.results, call.jaxpr.outvars) if call.kind == "call" else ():
             if (source := _source(inner, result)) is not None:

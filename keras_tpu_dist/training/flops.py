@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import keras
@@ -39,7 +39,19 @@ def forward_pass(
     return forward, (*weights, batch[0])
 
 
-def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
+class ModelFlops(NamedTuple):
+    """Operations of a step's matrix products by the model's formula, without recomputation.
+
+    Attributes:
+        full: All of them, attention in full.
+        hidden: Those of them that causal masks hide: half of attention with `use_causal_mask`.
+    """
+
+    full: float
+    hidden: float
+
+
+def model_flops(model: keras.Model, batch: tuple, mode: str) -> ModelFlops:
     """Operations of a step's matrix products by the model's formula, without recomputation.
 
     Args:
@@ -49,7 +61,9 @@ def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
         forward, arguments = forward_pass(model, batch, mode == "train")
         trace = jax.make_jaxpr(forward)(*arguments)
     # The gradients need two more products of the same size.
-    return operations(products_of(trace, 0)) * (3 if mode == "train" else 1)
+    products, times = products_of(trace, 0), 3 if mode == "train" else 1
+    causal = [product for product in products if product.is_causal]
+    return ModelFlops(operations(products) * times, operations(causal) * times / 2)
 
 
 def count_tokens(x: Any) -> int:

@@ -108,6 +108,11 @@ def test_a_utilisation_that_nobody_measured_says_so(busy):
     (line,) = (line for line in str(exact).splitlines() if "model FLOPs utilisation" in line)
     assert f"{busy:.1%}" in line
     assert ("more than is published for TPUs" in line) == (busy > 0.75)
+    assert "causal" not in str(exact).replace(line, "")
+    half = replace(exact, hidden_flops=done / 4)
+    assert half.mfu_causal == pytest.approx(busy * 3 / 4)
+    (line,) = (line for line in str(half).splitlines() if "with half of causal attention" in line)
+    assert f"{busy * 3 / 4:.1%}" in line
 
 
 def test_rankings_of_quick_effort_have_ranges():

@@ -22,7 +22,7 @@ def compiled(model, loss="mse"):
 
 def dense():
     model = keras.Sequential([keras.Input((64,)), L.Dense(256, "relu"), L.Dense(10)])
-    return compiled(model), ROWS * (64 * 256 + 256 * 10)
+    return compiled(model), ROWS * (64 * 256 + 256 * 10), 0
 
 
 def decoder():
@@ -37,17 +37,17 @@ def decoder():
     # Queries with keys, and weights with values: all of them, although the mask is causal.
     attention = 3 * 2 * TIME * TIME * WIDTH
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(model, loss), ROWS * (TIME * weights + attention)
+    return compiled(model, loss), ROWS * (TIME * weights + attention), ROWS * attention / 2
 
 
 def lstm():
     model = keras.Sequential([keras.Input((20, 16)), L.LSTM(32), L.Dense(10)])
-    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10)
+    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10), 0
 
 
 def scanned_lstm():
     model = keras.Sequential([keras.Input((20, 16)), ktd.layers.LSTM(32), L.Dense(10)])
-    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10)
+    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10), 0
 
 
 def convolutions():
@@ -60,7 +60,7 @@ def convolutions():
     ]
     model = keras.Sequential([keras.Input((16, 16, 3)), *layers])
     pixels = 256 * (27 * 8 + 9 * 8) + 64 * 9 * 4 * 16
-    return compiled(model), ROWS * (pixels + 64 * 16 * 10)
+    return compiled(model), ROWS * (pixels + 64 * 16 * 10), 0
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,11 @@ def convolutions():
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_operations_are_those_of_the_formula(make, remat):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", remat=remat)
-    expected = 2 * make()[1]
+    _, expected, hidden = make()
     for mode, times in (("train", 3), ("predict", 1)):
         lowered = lower(lambda: make()[0], strategy, batch_size=ROWS, mode=mode, platform="cpu")
-        assert lowered.model_flops == times * expected
+        assert lowered.model_flops == 2 * times * expected
+        assert lowered.hidden_flops == 2 * times * hidden
 
 
 def test_each_product_knows_its_weight():

@@ -46,7 +46,7 @@ from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, bytes_per_device
 from keras_tpu_dist.tools.dryrun.tokens import TokenLoop, token_loop
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
-from keras_tpu_dist.training.flops import count_tokens, model_flops
+from keras_tpu_dist.training.flops import ModelFlops, count_tokens, model_flops
 from keras_tpu_dist.training.generation import generate_program, generate_step
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.protocol import Strategy
@@ -93,6 +93,7 @@ class Lowered:
         ready_bytes: Bytes on one device of further batches, which training transfers ahead.
         model_flops: Operations of the matrix products on all devices; for training, three times
             those of the forward pass, without recomputation.
+        hidden_flops: Those of them that causal masks hide.
         optional_options: Names of the options that the strategy chose itself; if a compiler refuses
             them, it compiles without.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
@@ -119,6 +120,7 @@ class Lowered:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     model_flops: float = 0.0
+    hidden_flops: float = 0.0
     compiler_options: Mapping[str, Any] | None = None
     optional_options: tuple[str, ...] = ()
     tokens_loop: TokenLoop | None = None
@@ -199,6 +201,7 @@ def lower(
         rows = operator.index(step.batch_size)
         exported = export_step(program, state, placed, platform, notes)
         notes += [f"{path}: {words}" for path, words in head.described(model).items()]
+        flops = _flops(model, batch, mode, notes)
         return Lowered(
             mode=mode,
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -215,7 +218,8 @@ def lower(
             ready_bytes=ahead,
             seconds=time.perf_counter() - started,
             findings=strategy.lint(model, batch_size=rows).findings,
-            model_flops=_flops(model, batch, mode, notes),
+            model_flops=flops.full,
+            hidden_flops=flops.hidden,
             notes=tuple(notes),
             tokens_loop=loop,
             levers=levers_of(model, strategy, batch, steps) if mode == "train" else None,
@@ -267,13 +271,13 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
         yield model, batch
 
 
-def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
+def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> ModelFlops:
     """Operations of a step's matrix products by the model's formula, 0 if unknown."""
     if mode == "generate":  # the operations for a token are not those of a call on the prompt
-        return 0.0
+        return ModelFlops(0.0, 0.0)
     if type(model).call is keras.Model.call:
         notes.append("the model has no call(), so the operations of its formula are not known")
-        return 0.0
+        return ModelFlops(0.0, 0.0)
     return model_flops(model, batch, mode)
 
 

@@ -26,7 +26,8 @@ _WORDS_OF_TILES = (
     ("matrix units busy", "the time of the matrix products at the chip's peak, over the step"),
     (
         "model FLOPs utilisation",
-        "the operations of the model's formula, over what all chips could do in the step",
+        "the operations of the model's formula over what all chips could do in the step; attention "
+        "counts in full, and below it half of attention with `use_causal_mask`",
     ),
 )
 _WORDS_OF_TIMES = (

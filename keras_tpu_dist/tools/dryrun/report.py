@@ -89,6 +89,8 @@ class DryRun(Page):
         model_flops: Operations of the matrix products on all devices by the model's formula: those
             of the forward pass, three times for training; attention in full, even if it is causal,
             and without recomputation.
+        hidden_flops: Those of `model_flops` that causal masks hide: half of the operations of
+            attention with `use_causal_mask=True`.
         peak_flops: Operations per second of one device at its fastest, in bfloat16; `None` without
             a TPU compiler.
         prompt_s: Seconds for the prompts, before the first token; in mode `"generate"`.
@@ -136,6 +138,7 @@ class DryRun(Page):
     crossings: tuple[tuple[str, str], ...] = ()
     torus: Torus | None = None
     model_flops: float = 0.0
+    hidden_flops: float = 0.0
     peak_flops: float | None = None
     prompt_s: float | None = None
     prompt_range: tuple[float, float] | None = None
@@ -175,9 +178,17 @@ class DryRun(Page):
         References:
             - Chowdhery et al., "PaLM", 2022, appendix B, whose formula counts attention in full
         """
+        return self._utilisation(self.model_flops)
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """`mfu` without `hidden_flops`, as MaxText counts since 2025."""
+        return self._utilisation(self.model_flops - self.hidden_flops)
+
+    def _utilisation(self, flops: float) -> float | None:
         if self.estimate is None or not self.peak_flops:
             return None
-        return self.model_flops / (self.devices * self.peak_flops * self.estimate.step)
+        return flops / (self.devices * self.peak_flops * self.estimate.step)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -232,6 +243,7 @@ class DryRun(Page):
         data["samples_per_second"] = self.samples_per_second
         data["tokens_per_second"] = self.tokens_per_second
         data["mfu"] = self.mfu
+        data["mfu_causal"] = self.mfu_causal
         data["step_range"] = self.step_range
         data["ranges"] = _ranges(self)
         data["spread"] = self.spread and asdict(self.spread)
@@ -423,9 +435,11 @@ class DryRun(Page):
             return span_text(*_over(e, amount), text)
 
         yield "matrix units busy", over(e.compute, _percent)
-        if self.mfu:
+        if self.mfu and self.mfu_causal:
             doubts = _DOUBTS if self.mfu > _MFU_IN_DOUBT else ""
             yield "model FLOPs utilisation", over(self.mfu * e.step, _percent) + doubts
+            if self.hidden_flops:
+                yield "with half of causal attention", over(self.mfu_causal * e.step, _percent)
         if self.prompt_range is not None:
             yield "prompts, before the first token", span_text(*self.prompt_range, duration_text)
         if self.token_limit_s is not None:
@@ -461,7 +475,7 @@ def _ranges(run: DryRun) -> dict[str, tuple[float, float]]:
     if e is None:
         return {}
     found = {"kernels": e.kernels_span, "step": e.span}
-    for name in ("mfu", "samples_per_second", "tokens_per_second"):
+    for name in ("mfu", "mfu_causal", "samples_per_second", "tokens_per_second"):
         value = getattr(run, name)
         if value is not None:
             found[name] = _over(e, value * e.step)

@@ -270,8 +270,7 @@ def _report(
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
     notes += _beside_the_step(lowered, topology)
-    if cost is not None:
-        notes += _uncounted(cost)
+    notes += [] if cost is None else _uncounted(cost)
     run = DryRun(
         mode=lowered.mode,
         compiled_for=verdict.compiled_for,
@@ -300,6 +299,7 @@ def _report(
         crossings=tuple(crossings(lowered.mesh).items()),
         torus=Torus.of(lowered.devices),
         model_flops=lowered.model_flops,
+        hidden_flops=lowered.hidden_flops,
         peak_flops=published(topology).peak_flops() if topology else None,
         calibration="" if lowered.calibration is None else str(lowered.calibration),
         prompt_s=None if of_prompt is None else of_prompt.step,
