@@ -19,6 +19,7 @@ LEVERS = Levers(
     recurrent={},
     plan="",
     planned_bytes=0,
+    largest_bytes=0,
     blocks=0,
     block_bytes=0,
     logits_bytes=0,
@@ -158,6 +159,10 @@ def test_rows_and_slices_are_named_if_nothing_else_suffices():
     assert list(found) == ["slice"]
     assert found["slice"].line == 'TPUStrategy(..., topology="v5e:8x8")'
     assert found["slice"].after < 0.85 * run.limit_bytes
+    # A weight that is larger than a chip is gathered on a slice of any size.
+    memory = {**memory, "temporaries": 16 * GIB}
+    run = replace(run, memory=memory)
+    assert not changes(run, planned_bytes=30 * GIB, largest_bytes=16 * GIB)
     memory = {**made_run().memory, "temporaries": 20 * GIB}
     small = made_run(fits=False, total_bytes=25 * GIB, memory=memory, estimate=None)
     rows = changes(small)["batch"]

@@ -126,6 +126,8 @@ class Levers:
             tensor_parallel"`; `""` if it is split already, or cannot be.
         planned_bytes: Weights and optimizer on one device, if a plan splits them over the data
             axes; 0 if none can.
+        largest_bytes: Bytes of the largest weight, which is whole on each device while it is used,
+            however many devices store it.
         blocks: The number of repeated blocks that keep their activations.
         block_bytes: Bytes of the outputs of these blocks on one device.
         logits_bytes: Bytes of a vocabulary's logits and their gradient on one device, if they
@@ -137,6 +139,7 @@ class Levers:
     recurrent: Mapping[str, float]
     plan: str
     planned_bytes: int
+    largest_bytes: int
     blocks: int
     block_bytes: int
     logits_bytes: int
@@ -158,6 +161,7 @@ def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
         recurrent=recurrent,
         plan=plan,
         planned_bytes=planned,
+        largest_bytes=max(map(bytes_of, model.weights), default=0),
         blocks=count,
         block_bytes=kept,
         logits_bytes=_logits(model, strategy, batch),
@@ -380,9 +384,11 @@ def _larger_slice(run: "DryRun", levers: Levers) -> Iterator[Change]:
     if slice_ is None or not levers.planned_bytes:
         return
     split = total - run.state.lasting + levers.planned_bytes
+    whole = min(levers.largest_bytes, run.memory["temporaries"])
     for shape in listed_shapes(slice_.chip):
         larger = Topology(slice_.chip, shape)
-        after = split * slice_.num_devices / larger.num_devices
+        fewer = slice_.num_devices / larger.num_devices
+        after = whole + (split - whole) * fewer
         if larger.num_devices > slice_.num_devices and after <= slice_.hbm_bytes * _FILLED:
             plan = f", {_argument(levers.plan)}" if levers.plan else ""
             line = f'TPUStrategy(...{plan}, topology="{larger.name}")'
