@@ -228,7 +228,7 @@ def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
 
 def check_model(model: Any, caller: str) -> None:
     """Raises a `ValueError` if an argument is not a model."""
-    if not hasattr(model, "trainable_variables") or isinstance(model, type):
+    if not hasattr(type(model), "trainable_variables"):
         raise value_error(
             f"{caller} needs a model.",
             received={"model": model},

@@ -481,17 +481,17 @@ _MOST_KNOWN = 256
 
 
 def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
-    """A key that is equal for layers that differ only by names and values.
+    """A key that is equal for layers that differ only by names and values; of a graph, for itself.
 
     It does not include arrays and dictionaries on a layer, nor the variables of a closure. If
     layers only differ by these, they may share a flow; that costs speed, but never correctness.
     """
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = _keras.flatten_layers(layer)
-    parts = tuple((type(part), _attributes(part)) for part in inner)
     # No attribute has the connections of layers: a model with a graph is only equal to itself.
-    has_graph = any(_keras.graph(part) is not None for part in inner)
-    return (shapes, repr(given), parts, weakref.ref(layer) if has_graph else None)
+    if any(_keras.graph(part) is not None for part in inner):
+        return (shapes, repr(given), weakref.ref(layer), tuple(map(id, variables)))
+    return (shapes, repr(given), tuple((type(part), _attributes(part)) for part in inner))
 
 
 _NAMES = ("name", "path", "parent_path")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -143,7 +144,8 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     """
     notes = annotated(model)
     plan, outputs = None, {}
-    weights = [*model.trainable_variables, *model.non_trainable_variables]
+    trainable, fixed, *others = _keras.state_groups(model)
+    weights = [*trainable, *fixed]
     if isinstance(setting.layout, Planner) and weights:
         plan = setting.layout.plan(model, setting.mesh, setting.data_axes)
         if not setting.batch_first:
@@ -160,7 +162,7 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
         if setting.shard_optimizer:
             own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
         decisions[id(slot)] = own
-    for other in _keras.state_variables(model):
+    for other in chain.from_iterable(others):
         if id(other) not in decisions:
             decisions[id(other)] = _decide(other, given(other), notes, setting, None)
     slot_ids = frozenset(id(slot) for slot, _ in slots)

@@ -61,7 +61,7 @@ class Membership:
     def has_weights_of(self, model: Any) -> bool:
         """Whether some of the model's weights were on the mesh when it ran last."""
         known = {id(variable) for variable, _ in self._targets}
-        return any(id(weight) in known for weight in model.weights)
+        return bool(known) and any(id(weight) in known for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
         """The model's state variables, with the layouts that they should have."""

@@ -205,6 +205,22 @@ def test_models_of_equal_layers_in_another_order_are_not_one():
     assert "dimension 2 split" in turned["up/kernel"][1]
 
 
+def test_a_layer_that_is_frozen_changes_no_plan():
+    """Its variables come last then, in the program too that a model's flow is read from."""
+    strategy = ktd.TPUStrategy(BY_FOUR, Planner("tensor_parallel", min_size=1))
+
+    def build():
+        x = keras.Input((WIDTH,))
+        y = L.Dense(WIDTH, name="up")(x)
+        return keras.Model(x, L.Dense(WIDTH, name="down")(L.Activation("relu")(y)))
+
+    model = built(build, strategy)
+    before = {row.path: row.layout for row in strategy.explain(model).rows}
+    assert before["up/kernel"] != before["down/kernel"]
+    model.get_layer("up").trainable = False
+    assert {row.path: row.layout for row in strategy.explain(model).rows} == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, count) in FAMILIES.items() if count])
 def test_two_sums_forward_and_two_backward(name):
