@@ -2,10 +2,11 @@
 
     python benchmarks/head.py [--words 256000] [--width 2304] [--tokens 2048] [--rows 8]
                               [--layers 1] [--topology v5e:4x4] [--plans 0 1 2] [--effort exact]
-                              [--heads whole pieces]
+                              [--heads whole pieces] [--through 0.5]
 
 A decoder in bfloat16 with some layers, a cross-entropy of logits and its gradients, with SGD, as
-`head="whole"` and `head="pieces"` compute it, with `--rows` rows for each chip. Prints what the TPU
+`head="whole"` and `head="pieces"` compute it, with `--rows` rows for each chip. `--through 0.5`
+leaves half of the tokens out before the head, as if their weights were 0. Prints what the TPU
 compiler says: peak memory of a device, temporaries, estimated time of a step, collectives. Needs
 libtpu (pip install 'jax[tpu]').
 """
@@ -38,6 +39,7 @@ def model(options):
         x = L.Add()([x, L.MultiHeadAttention(8, options.width // 8)(y, y, use_causal_mask=True)])
         y = L.Dense(4 * options.width, activation="gelu", name=f"up_{n}")(L.LayerNormalization()(x))
         x = L.Add()([x, L.Dense(options.width, name=f"down_{n}")(y)])
+    x = x[:, : round(options.through * options.tokens)]
     built = keras.Model(ids, L.Dense(options.words, use_bias=False, name="head")(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     built.compile(keras.optimizers.SGD(0.1), loss)
@@ -58,6 +60,7 @@ def main():
     parser.add_argument("--piece_mib", type=int)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--heads", nargs="*", default=["whole", "pieces"])
+    parser.add_argument("--through", type=float, default=1.0, help="share of tokens in the head")
     options = parser.parse_args()
     if options.piece_mib:
         pieces.PIECE_BYTES = options.piece_mib * 2**20

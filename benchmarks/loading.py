@@ -4,7 +4,7 @@
 
 With these defaults a model of 2 GiB, with variables of at most 64 MiB, goes into eight simulated
 devices under "fsdp", by every format in a process of its own. Presets are KerasHub's Llama with 1
-GiB, of which an embedding has 128 MiB; "safetensors" is a folder in Hugging Face's format.
+GiB; "safetensors" is a folder in Hugging Face's format, whose largest kernels are transposed.
 
 Printed are the peak on the device that held most over its shards (the model's weights before and
 after included), and the peak on the host over the largest variable. The host's is what the process
@@ -158,7 +158,7 @@ def saved_preset(kind, folder):
         # KerasHub 0.32 exports no head of its own, and saves no tied one in a preset's config.
         tied = kind == "safetensors"
         model = keras_hub.models.Llama3Backbone(
-            16384, 5, 16, 2048, 5632, 8, tie_word_embeddings=tied
+            16384, 2, 16, 2048, 16896, 8, tie_word_embeddings=tied
         )
         if kind == "safetensors":
             model.export_to_transformers(str(folder / kind))

@@ -1,6 +1,7 @@
 """The class of variables that a strategy places; Keras has no hook for reads of their values."""
 
 import contextvars
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -97,8 +98,10 @@ class _Claimed(keras.Variable):
         if not isinstance(assigned, np.ndarray):
             return assigned
         if assigned.nbytes > _MOST_BYTES_IN_FLIGHT:
-            # Else the host holds it while the next ones of a file are read.
+            # Else the host holds it while the next ones of a file are read: JAX lets go of an array
+            # that it has transferred when Python collects garbage.
             jax.block_until_ready(self._value)
+            gc.collect(0)
         # Keras returns an array of JAX, which code may go on with.
         return self._value
 
