@@ -96,6 +96,7 @@ from keras_tpu_dist._keras.marks import LayerMark as LayerMark
 from keras_tpu_dist._keras.marks import Mark as Mark
 from keras_tpu_dist._keras.marks import copy_marks as copy_marks
 from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
+from keras_tpu_dist._keras.progress import counter_of as counter_of
 from keras_tpu_dist._keras.progress import global_seed as global_seed
 from keras_tpu_dist._keras.progress import set_global_seed as set_global_seed
 from keras_tpu_dist._keras.progress import train_steps_counted as train_steps_counted

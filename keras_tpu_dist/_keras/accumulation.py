@@ -18,14 +18,15 @@ _accumulate: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
 )
 
 
-def accumulating(accumulate: Callable[..., tuple[list, list]]) -> AbstractContextManager:
+def accumulating(accumulate: Callable[..., tuple[list, list] | None]) -> AbstractContextManager:
     """A context in which optimizers accumulate gradients with another function.
 
     Args:
         accumulate: Called as `accumulate(optimizer, is_last, gradients, sums, values, update)`:
             whether the batch is the last one of the update, its gradients, the sums of those
             before, the values that an update may change, and a function from the mean gradients
-            and these values to the new ones. It returns the new values and the new sums.
+            and these values to the new ones. It returns the new values and the new sums, or `None`
+            to compute what Keras does.
     """
     return setting(_accumulate, accumulate)
 
@@ -60,9 +61,10 @@ def _apply_gradients(stock: Callable, optimizer: Any, grads: list, trainable_var
 
     is_last = (optimizer._iterations.value + 1) % steps == 0
     values = [variable.value for variable in changing]
-    values, new_sums = accumulate(
-        optimizer, is_last, list(grads), [v.value for v in sums], values, update
-    )
+    found = accumulate(optimizer, is_last, list(grads), [v.value for v in sums], values, update)
+    if found is None:
+        return stock(optimizer, grads, trainable_variables)
+    values, new_sums = found
     for variable, value in zip([*changing, *sums], [*values, *new_sums]):
         variable.assign(value)
     if optimizer.use_ema:

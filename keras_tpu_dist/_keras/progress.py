@@ -6,6 +6,11 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 
+def counter_of(optimizer: Any) -> Any:
+    """The variable that counts how often an optimizer was applied; see `train_steps_counted`."""
+    return optimizer._iterations
+
+
 def train_steps_counted(optimizer: Any) -> int:
     """How often an optimizer was applied, with every step of gradient accumulation.
 
@@ -17,7 +22,7 @@ def train_steps_counted(optimizer: Any) -> int:
     """
     if optimizer is None:
         return 0
-    return int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
+    return int(counter_of(getattr(optimizer, "inner_optimizer", optimizer)))
 
 
 def begin_at_epoch(model: Any, epoch: int | None) -> None:

@@ -66,6 +66,8 @@ class ReplicaContext(TensorFlowNames):
         self._batch_rows = batch_rows
         self._length = length
         self._bucket = bucket
+        # Results of sums and means, by `id`: with the reduction and this replica's operand.
+        self._reduced: dict[int, tuple[Any, str, Any]] = {}
 
     @property
     def strategy(self) -> Any:
@@ -144,7 +146,15 @@ class ReplicaContext(TensorFlowNames):
                 numbers.
         """
         op = checked_reduction(reduce_op)
-        return jax.tree.map(lambda leaf: reduced(op, _array(leaf), replicas=self._axes), value)
+
+        def reduce(leaf):
+            leaf = _array(leaf)
+            result = reduced(op, leaf, replicas=self._axes)
+            if op in ("sum", "mean"):
+                self._reduced[id(result)] = result, op, leaf
+            return result
+
+        return jax.tree.map(reduce, value)
 
     @known_words
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -201,6 +211,13 @@ class ReplicaContext(TensorFlowNames):
                 "strategy.reduce or strategy.gather after run.",
             )
         )
+
+    def _own_part(self, value: Any) -> Any:
+        """What this replica adds to the result of a sum or a mean; `None` for other values."""
+        result, op, own = self._reduced.get(id(value), (None, "", None))
+        if result is not value or not self._axes:
+            return None
+        return own / self.num_replicas_in_sync if op == "mean" else own
 
     def _of_first_replica(self, leaf: jax.Array) -> jax.Array:
         if not self._axes:

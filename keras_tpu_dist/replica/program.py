@@ -20,6 +20,7 @@ from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.replica.accumulation import OwnSums
 from keras_tpu_dist.replica.advice import add_advice, check_no_graph
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
@@ -63,6 +64,7 @@ class _Record:
     treedef: Any = None
     unknown: dict[int, Any] = field(default_factory=dict)
     updated: dict[int, Any] = field(default_factory=dict)
+    sums: OwnSums = field(default_factory=OwnSums)
 
 
 class _Known:
@@ -361,13 +363,17 @@ class ReplicaProgram:
         values = {id(v): x for v, x in zip(known.consumed, inputs["consumed"], strict=True)}
         values |= {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
         values |= {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
-        step = functools.partial(self._step, record, combine, inputs)
+        context = self._context(inputs)
         arrays = inputs["arrays"]
         if scan is None:
-            outs, updated = step(arrays, values)
+            outs, updated = self._step(record, combine, inputs, record.sums.find, arrays, values)
         else:
-            outs, updated = self._steps(step, scan, arrays, values)
-        context = self._context(inputs)
+            sums = self._attempt.record.sums
+            step = functools.partial(self._step, record, combine, inputs, sums.add)
+            outs, updated = self._steps(step, scan, arrays, sums.begun(context, values))
+            updated = sums.ended(context, updated)
+            # Launches assign variables in the order of a single step.
+            record.updated = self._attempt.record.updated
         shared, own = apart(record.updated.values())
         return {
             "outs": [out[None] for out in outs],
@@ -400,7 +406,13 @@ class ReplicaProgram:
         return every if scan.every else last, dict(zip(keys, updated, strict=True))
 
     def _step(
-        self, record: _Record, combine: set[int], inputs: dict, arrays: list, values: dict
+        self,
+        record: _Record,
+        combine: set[int],
+        inputs: dict,
+        accumulate: Callable,
+        arrays: list,
+        values: dict,
     ) -> tuple[list, dict]:
         """A replica's step: the results, and the new values of variables by their `id`."""
         arrays = [
@@ -416,7 +428,8 @@ class ReplicaProgram:
         )
         recorder = Recorder(context, values, combine)
         args, kwargs = self._form.rebuild(arrays)
-        with entered(context, recorder):
+        accumulating = _keras.accumulating(functools.partial(accumulate, context))
+        with entered(context, recorder), accumulating:
             results = self._function()(*args, **kwargs)
             leaves, record.treedef = jax.tree.flatten(results)
             outs = [_as_output(leaf) for leaf in leaves]

@@ -42,7 +42,8 @@ class Recorder(keras.StatelessScope):
     def __init__(self, context: ReplicaContext, values: dict[int, Any], combine: set[int]):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._context = context
-        self._values = dict(values)
+        # Keras's own dict, from which nested scopes copy.
+        self._values = self.state_mapping = dict(values)
         self._combine = combine
         self._program = _keras.traced_program()
         self.unknown: dict[int, Any] = {}

@@ -1,6 +1,7 @@
 """Several steps of a user's loop in one launch: strategy.run(..., steps=N) and strategy.loop."""
 
 import gc
+import logging
 import re
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, mlp, through_conditionals
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.tools.hlo.parse import parse
 
 DYNAMIC = ktd.RunOptions(dynamic_batch=True)
+BATCHES = 4  # of an optimizer that accumulates their gradients
 KINDS = ("sum", "mean", "only_first_replica", "none")
 
 
@@ -450,3 +453,80 @@ def test_where_a_checkpoint_of_a_loop_stands(four, tmp_path):
         assert saved.restore() == {"step": 8}
         assert [done for done, _ in four.loop(step, dataset, 2)] == [2, 3]
     assert float(total.result()) == x.sum()
+
+
+def accumulating(strategy, optimizer="adam"):
+    made = Training(strategy)
+    options = {"gradient_accumulation_steps": BATCHES}
+    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9)
+    with strategy.scope():
+        if optimizer == "everything":
+            options |= {"momentum": 0.9, "weight_decay": 0.01, "global_clipnorm": 0.5}
+            options |= {"use_ema": True, "ema_overwrite_frequency": 3}
+            made.optimizer = keras.optimizers.SGD(rate, **options)
+        else:
+            made.optimizer = keras.optimizers.Adam(rate, **options)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "optimizer", "n"),
+    [
+        ({"data": 4, "model": 2}, "tensor_parallel", "everything", 3),
+        pytest.param({"data": 8}, "fsdp", "adam", 8, marks=pytest.mark.slow),
+        pytest.param({"data": 8}, None, "everything", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_launches_are_as_many_steps(mesh, plan, optimizer, n, caplog):
+    """Launches that begin and end within an update, uneven rows, a tail."""
+    strategy = ktd.TPUStrategy(mesh, plan)
+    dataset = strategy.distribute_dataset(data(13 * 10 + 5), batch_size=13)
+    one, many = accumulating(strategy, optimizer), accumulating(strategy, optimizer)
+    for batch in dataset:
+        strategy.run(one.step, (batch,), options=DYNAMIC)
+    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
+        for _ in strategy.loop(many.step, dataset, n, options=DYNAMIC):
+            pass
+    assert "at every small batch" not in caplog.text
+    assert_close(many.state(), one.state())
+    assert int(many.optimizer.iterations) == 11 // BATCHES
+
+
+def test_the_program_sums_gradients_for_an_update_alone(launches):
+    strategy = ktd.TPUStrategy()
+    made = accumulating(strategy)
+    dataset = strategy.distribute_dataset(data(13 * 8), batch_size=13)
+    for _ in strategy.loop(made.step, dataset, 8, options=DYNAMIC):
+        pass
+    run, args = launches[-1]
+    program = parse(run.lower(*args).compile().as_text())
+    inside = through_conditionals(program)
+    summed = [
+        computation.name
+        for computation in program
+        for instruction in computation
+        if instruction.opcode == "all-reduce" and "f32[6,8]" in str(instruction)
+    ]
+    # For an update, and at the end of a launch that ends within one.
+    assert len(summed) == 2
+    assert set(summed) <= inside
+
+
+def test_gradients_that_are_changed_before_the_update_are_summed_every_time(caplog):
+    ktd.common.once.forget()
+    strategy = ktd.TPUStrategy()
+    dataset = strategy.distribute_dataset(data(13 * 4), batch_size=13)
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(6, "float32"))
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    def step(batch):
+        rows = batch[0] * context().batch_mask[:, None]
+        optimizer.apply([context().all_reduce("sum", rows.sum(0)) / 13], [weight])
+
+    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
+        for _ in strategy.loop(step, dataset, 4, options=DYNAMIC):
+            pass
+    assert "pass these as they are to optimizer.apply" in caplog.text
+    expected = -0.1 * data(13 * 4)[0].reshape(2, 26, 6).sum(1).sum(0) / 26
+    assert_close([np.asarray(weight)], [expected])
