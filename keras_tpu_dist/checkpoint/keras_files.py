@@ -5,9 +5,9 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
@@ -35,22 +35,24 @@ from keras_tpu_dist.checkpoint.reader import (
     folder,
     orbax,
 )
-from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
+from keras_tpu_dist.checkpoint.restored import (
+    GROUP_BYTES,
+    Restored,
+    assign_in_groups,
+    build_optimizer,
+    grouped,
+)
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.patterns import matches
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# A state that fills the memory leaves no space for a second one.
-GROUP_BYTES = 64 * 2**20
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
 # Space in HDF5 files besides the arrays, for names and the tree of groups.
 _SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
 # A wrapping optimizer (LossScaleOptimizer) saves the inner optimizer's variables again below it.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
-
-_Item = TypeVar("_Item")
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
@@ -95,17 +97,11 @@ def load_file(
             with _file_errors(name):
                 return [file.read(n) for n, _ in group]
 
-        def read_in_all(group: list[tuple[str, Any]]) -> list[Any]:
-            return in_all(f"reading {name}", lambda: read(group), alone=alone)
-
-        groups = list(grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES))
-        if has_trained(getattr(model, "optimizer", None)) and len(groups) > 1:
-            # A file that cannot be read to its end must not cost what training has changed.
-            for group in groups:
-                read_in_all(group)
-        for group in groups:
-            for (_, variable), value in zip(group, read_in_all(group), strict=True):
-                variable.assign(value)
+        assign_in_groups(
+            list(grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES)),
+            lambda group: in_all(f"reading {name}", lambda: read(group), alone=alone),
+            has_trained(getattr(model, "optimizer", None)),
+        )
 
         def values_of(start: str) -> dict[str, Any]:
             names = [n for n in saved if _is_in(n, (start,))]
@@ -121,28 +117,6 @@ def load_file(
     give_to_layers(model, [variable for _, variable in chosen], repr(name), set(layers.values()))
     _keras.forget_state(model)
     return report
-
-
-def grouped(
-    items: Iterable[_Item], size_of: Callable[[_Item], int], most: int
-) -> Iterator[list[_Item]]:
-    """Groups of items, each of at most a size, or of one item.
-
-    Example:
-
-    >>> list(grouped([3, 4, 2, 9, 1], lambda size: size, 7))
-    [[3, 4], [2], [9], [1]]
-    """
-    group: list[_Item] = []
-    size = 0
-    for item in items:
-        if group and size + size_of(item) > most:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += size_of(item)
-    if group:
-        yield group
 
 
 def _most_bytes(model: Any) -> int:

@@ -1,13 +1,11 @@
 """Loads a checkpoint into a model on any mesh: all of it, or one clear error."""
 
-import ctypes
 import itertools
 import logging
 import math
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keras_tpu_dist import _keras
@@ -22,14 +20,12 @@ from keras_tpu_dist.checkpoint.compiled import (
 )
 from keras_tpu_dist.checkpoint.fingerprint import is_small
 from keras_tpu_dist.checkpoint.keras_files import (
-    GROUP_BYTES,
     KerasDirectory,
-    grouped,
     is_directory_of_keras,
     is_file_of_keras,
     load_file,
 )
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, checkpoint_error
+from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -44,11 +40,16 @@ from keras_tpu_dist.checkpoint.names import (
     unmatched_text,
 )
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
-from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
+from keras_tpu_dist.checkpoint.restored import (
+    GROUP_BYTES,
+    Restored,
+    assign_in_groups,
+    build_optimizer,
+    grouped,
+)
 from keras_tpu_dist.common.checks import FLAG, check_model, checked_path, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.patterns import patterns_of
-from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -225,64 +226,19 @@ def _load(
 def assign_saved(
     reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]], trained: bool
 ) -> None:
-    """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
+    """Loads arrays in groups. See `assign_in_groups`."""
 
-    Args:
-        trained: Whether the state here is more than initial values. Then all groups are read once
-            before one is assigned, so that a checkpoint that cannot be read changes nothing.
-
-    Raises:
-        CheckpointError: If one cannot be read.
-    """
-    done = 0
-    # The small ones first, which are read together.
-    chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
-    groups = list(_groups(chosen))
-    checked = groups if trained and len(groups) > 1 else []
+    def size_of(pair: tuple[Saved, Any]) -> int:
+        return math.prod(pair[0].entry.shape) * pair[1].value.dtype.itemsize
 
     def read(group: list) -> list:
         return reader.load(step, [(saved, v.value.sharding, v.value.dtype) for saved, v in group])
 
-    with stages("restoring", len(checked) + len(groups)) as begin:
-        for group in checked:
-            begin("reading all of it once")
-            read(group)
-            _return_freed_memory()
-        for group in groups:
-            begin(f"{done} of {len(chosen)} variables loaded")
-            try:
-                values = read(group)
-            except CheckpointError as error:
-                if not done:
-                    raise
-                raise checkpoint_error(
-                    "A state above 128 MiB is loaded in groups, and one of them failed.",
-                    received=f"{error!s} {done} of {len(chosen)} variables were loaded before.",
-                    fix="Load another checkpoint before you use the model.",
-                ) from error
-            for (_, variable), value in zip(group, values):
-                variable.assign(value)
-            done += len(group)
-            # Free both these arrays and the replaced ones before the next group is read.
-            del values
-            if done < len(chosen):
-                _return_freed_memory()
-
-
-def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
-    def size_of(pair: tuple[Saved, Any]) -> int:
-        return math.prod(pair[0].entry.shape) * pair[1].value.dtype.itemsize
-
+    # The small ones first, which are read together.
+    chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
     at_once = sum(map(size_of, chosen)) <= _AT_ONCE_BYTES
-    return grouped(chosen, size_of, _AT_ONCE_BYTES if at_once else GROUP_BYTES)
-
-
-def _return_freed_memory() -> None:
-    """Makes glibc return freed memory: Orbax reads in many threads, each with a malloc arena."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-        if trim is not None:
-            trim(0)
+    groups = grouped(chosen, size_of, _AT_ONCE_BYTES if at_once else GROUP_BYTES)
+    assign_in_groups(list(groups), read, trained)
 
 
 def _weights_of(

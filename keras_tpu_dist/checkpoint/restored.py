@@ -1,11 +1,21 @@
-"""Shared by all kinds of files: the report of loading, and the slots of an optimizer."""
+"""Shared by all kinds of files: the report of loading, slots of an optimizer, arrays in groups."""
 
 import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, checkpoint_error
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
+
+# A state that fills the memory leaves no space for a second one.
+GROUP_BYTES = 64 * 2**20
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,3 +62,75 @@ def build_optimizer(model: Any) -> None:
     scope = contextlib.nullcontext() if member is None else member.strategy.scope()
     with scope:
         optimizer.build(model.trainable_variables)
+
+
+def grouped(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """Groups of items, each of at most a size, or of one item.
+
+    Example:
+
+    >>> list(grouped([3, 4, 2, 9, 1], lambda size: size, 7))
+    [[3, 4], [2], [9], [1]]
+    """
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        if group and size + size_of(item) > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += size_of(item)
+    if group:
+        yield group
+
+
+def assign_in_groups(
+    groups: list[list[tuple[Any, Any]]], read: Callable[[list], list[Any]], trained: bool
+) -> None:
+    """Reads groups, one after the other, and assigns them.
+
+    Args:
+        groups: Lists of variables, with what they are called where they were saved.
+        read: A function that reads the values of a group.
+        trained: Whether the state here is more than initial values. Then all groups are read once
+            before one is assigned, so that a checkpoint that cannot be read changes nothing.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
+    done, number = 0, sum(map(len, groups))
+    checked = groups if trained and len(groups) > 1 else []
+    with stages("restoring", len(checked) + len(groups)) as begin:
+        for group in checked:
+            begin("reading all of it once")
+            read(group)
+            _return_freed_memory()
+        for group in groups:
+            begin(f"{done} of {number} variables loaded")
+            try:
+                values = read(group)
+            except CheckpointError as error:
+                if not done:
+                    raise
+                raise checkpoint_error(
+                    "A large state is loaded in groups, and one of them failed.",
+                    received=f"{error!s} {done} of {number} variables were loaded before.",
+                    fix="Load another checkpoint before you use the model.",
+                ) from error
+            for (_, variable), value in zip(group, values, strict=True):
+                variable.assign(value)
+            done += len(group)
+            # Free both these arrays and the replaced ones before the next group is read.
+            del values
+            if done < number:
+                _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Makes glibc return freed memory: Orbax reads in many threads, each with a malloc arena."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)

@@ -73,7 +73,7 @@ class TensorFlowNames:
             for kind in type(self).__mro__:
                 instead = of_attribute(kind.__name__, name)
                 if instead is not None:
-                    return absent(f"{_written(kind)}.{name}", instead)
+                    return absent(f"{_VARIABLES.get(kind.__name__, kind.__name__)}.{name}", instead)
             # Python's own error; also the one of a property that failed for such a reason.
             return super().__getattribute__(name)
 
@@ -129,7 +129,3 @@ _VARIABLES = {
     "DeviceAssignment": "assignment",
     "Topology": "topology",
 }
-
-
-def _written(kind: type) -> str:
-    return _VARIABLES.get(kind.__name__, kind.__name__)

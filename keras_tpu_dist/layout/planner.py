@@ -224,7 +224,7 @@ class Planner:
             The plan. Every split dimension in it is divisible by its axes.
         """
         check_model(model, "Planner.plan")
-        variables = _weights(model)
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
         stored, model_axes = state_axes(mesh, data_axes), _model_axes(mesh, data_axes)
         tensor: dict[int, Decision] = {}
         if self.kind != "fsdp" and model_axes:
@@ -383,10 +383,6 @@ def _worse(choice, best) -> str:
 def _model_axes(mesh, data_axes) -> tuple[str, ...]:
     others = state_axes(mesh, data_axes)
     return tuple(name for name in mesh.axis_names if name not in others)
-
-
-def _weights(model) -> list:
-    return [*model.trainable_variables, *model.non_trainable_variables]
 
 
 def _ways(mesh, decision: Decision | None) -> int:

@@ -87,7 +87,7 @@ class FiniteWatch:
     def __init__(self, trainer: Any, on_found: Callable[[NonFinite], None]):
         trainable, non_trainable, slots, _ = _keras.state_groups(trainer)
         variables = [*trainable, *non_trainable, *slots]
-        self.mask = tuple(_finite_now(v) for v in variables)
+        self.mask = tuple(not bool(_is_bad(v.value)) for v in variables)
         bad = [v.path for v, finite in zip(trainable, self.mask, strict=False) if not finite]
         if bad:
             raise value_error(
@@ -233,7 +233,3 @@ def _is_bad(value) -> Any:
     if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return jnp.asarray(False)
     return ~jnp.all(jnp.isfinite(value))
-
-
-def _finite_now(variable) -> bool:
-    return not bool(_is_bad(variable.value))

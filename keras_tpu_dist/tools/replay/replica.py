@@ -14,7 +14,6 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hardware.versions import libtpu_version, version_text
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.checkup.bounds import State, allowed
 from keras_tpu_dist.tools.dryrun.build import Lowered, export_step, kernels_of, of_platform
@@ -71,23 +70,14 @@ def verify_run(
         begin("compiling for the TPU")
         compiled = TPUProgram(lowered, expected, kernels, timeout, as_on_chip)
         begin("running the TPU's program")
-        rows, found = compiled.judged()
-    return Verification(
-        rows=tuple(rows),
-        mode="run",
-        model=name,
-        topology=slice_.name,
-        mesh=dict(lowered.axes),
-        batch_size=sum(call.rows or ()),
-        steps=steps,
-        launches=1,
-        libtpu=version_text(libtpu_version()),
-        as_on_chip=as_on_chip,
-        kernels=compiled.kernels,
-        instructions=compiled.instructions,
-        first_wrong_pass=found,
-        seconds=time.perf_counter() - started,
-    )
+        return compiled.verification(
+            started,
+            mode="run",
+            model=name,
+            batch_size=sum(call.rows or ()),
+            steps=steps,
+            launches=1,
+        )
 
 
 def _as_it_is(program: Any, call: Any, steps: int, every: bool) -> tuple[Any, Any, int]:

@@ -45,7 +45,7 @@ from keras_tpu_dist.tools.hlo.parse import parse
 from keras_tpu_dist.tools.replay import execute
 from keras_tpu_dist.tools.replay.kernels import interpreted, kernel_name
 from keras_tpu_dist.tools.replay.passes import first_wrong
-from keras_tpu_dist.tools.replay.report import Row, Verification, WrongPass
+from keras_tpu_dist.tools.replay.report import Row, Verification
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -145,25 +145,14 @@ def verify(
         kernels = lowered.launch.kernels
         compiled = TPUProgram(lowered, _expected(lowered, reference), kernels, timeout, as_on_chip)
         begin("running the TPU's program")
-        rows, found = compiled.judged()
-    slice_ = lowered.topology
-    assert slice_ is not None
-    return Verification(
-        rows=tuple(rows),
-        mode=mode,
-        model=reference.name,
-        topology=slice_.name,
-        mesh=dict(lowered.axes),
-        batch_size=int(batch_size),
-        steps=lowered.steps,
-        launches=len(reference.batches) // lowered.steps,
-        libtpu=version_text(libtpu_version()),
-        as_on_chip=as_on_chip,
-        kernels=compiled.kernels,
-        instructions=compiled.instructions,
-        first_wrong_pass=found,
-        seconds=time.perf_counter() - started,
-    )
+        return compiled.verification(
+            started,
+            mode=mode,
+            model=reference.name,
+            batch_size=int(batch_size),
+            steps=lowered.steps,
+            launches=len(reference.batches) // lowered.steps,
+        )
 
 
 @contextlib.contextmanager
@@ -349,15 +338,29 @@ class TPUProgram:
         self._timeout, self._as_on_chip = timeout, as_on_chip
         self._kernels = interpreted(kernels)
         self._answer = self._compile({})
-        program = parse(self._answer["text"])
-        self.instructions = sum(len(computation.instructions) for computation in program)
-        self.kernels = tuple(sorted({kernel_name(kernel) for kernel in kernels}))
+        self._names = tuple(sorted({kernel_name(kernel) for kernel in kernels}))
 
-    def judged(self) -> tuple[list[Row], WrongPass | None]:
-        """The comparison of every result, and the pass that makes the program wrong, if any."""
+    def verification(self, started: float, **of_program: Any) -> Verification:
+        """The comparison of every result, and the pass that makes the program wrong, if any.
+
+        Args:
+            started: When the verification began, by `time.perf_counter()`.
+            **of_program: What a `Verification` says of the program that was compiled.
+        """
         rows = self.rows()
         wrong = any(not row.equal for row in rows)
-        return rows, first_wrong(self) if wrong and not self._as_on_chip else None
+        return Verification(
+            **of_program,
+            rows=tuple(rows),
+            topology=self._where,
+            mesh=dict(self._lowered.axes),
+            libtpu=version_text(libtpu_version()),
+            as_on_chip=self._as_on_chip,
+            kernels=self._names,
+            instructions=sum(len(c.instructions) for c in parse(self._answer["text"])),
+            first_wrong_pass=first_wrong(self) if wrong and not self._as_on_chip else None,
+            seconds=time.perf_counter() - started,
+        )
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
         job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}

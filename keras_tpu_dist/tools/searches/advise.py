@@ -130,19 +130,12 @@ def advise(
     and compiled: bfloat16, a larger or smaller batch, a plan, recomputed activations, a larger
     slice, converted recurrent layers, more steps in a launch.
 
+    The arguments that are not listed are those of `dry_run`.
+
     Args:
         build: See `dry_run`. A model that is built cannot be changed to bfloat16, converted, or
             given other steps: for these, pass the function that builds it.
-        strategy: See `dry_run`.
         batch_size: The global batch size.
-        x: See `dry_run`.
-        y: See `dry_run`.
-        sample_weight: See `dry_run`.
-        sequence_length: See `dry_run`.
-        effort: See `dry_run`.
-        timeout: See `dry_run`.
-        calibration: See `dry_run`.
-        progress: See `dry_run`.
         cache: See `search`.
 
     Returns:

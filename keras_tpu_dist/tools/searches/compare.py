@@ -41,20 +41,13 @@ def compare(
 ) -> Ranking:
     """Dry-runs every mesh with every layout and ranks those that fit by estimated step time.
 
+    The arguments that are not listed are those of `dry_run`.
+
     Args:
-        build: See `dry_run`.
         topology: The slice.
         meshes: Dicts of axis sizes.
         layouts: Values for the `layout` of `TPUStrategy`.
-        x: See `dry_run`.
-        y: See `dry_run`.
-        sample_weight: See `dry_run`.
-        sequence_length: See `dry_run`.
         batch_size: Rows of all devices together.
-        mode: See `dry_run`.
-        timeout: See `dry_run`.
-        progress: See `dry_run`.
-        calibration: See `dry_run`.
 
     Returns:
         A `Ranking`. If a candidate cannot be built, because its mesh or layout does not fit the

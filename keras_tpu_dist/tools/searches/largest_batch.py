@@ -107,23 +107,17 @@ def largest_batch(
     compilations is within 6 % of that in training, but up to three times too high for recurrent
     layers and convolutions: leave that much room, or set `effort="exact"`.
 
+    The arguments that are not listed are those of `dry_run`.
+
     Args:
-        build: See `dry_run`.
         strategy: A `TPUStrategy` with a `topology`. Defaults to the one that the model belongs to,
             or that is in scope.
-        x: See `dry_run`.
-        y: See `dry_run`.
-        sample_weight: See `dry_run`.
-        sequence_length: See `dry_run`.
-        mode: See `dry_run`.
         remat: Which activations to recompute, as in `TPUStrategy(remat=)`, instead of the
             strategy's own setting: `"full"`, `{"block_*": "dots"}` and so on.
         effort: `"quick"` or `"exact"`, as in `dry_run`.
         tolerance: Stop if the result is within this fraction of a larger batch that was refused, or
             of the memory that is left.
         max_compiles: Stop after this number of compilations in any case.
-        timeout: See `dry_run`.
-        progress: See `dry_run`.
         calibration: See `dry_run`. It decides the times in the report, not the batch.
 
     Returns:

@@ -68,16 +68,14 @@ def search(
     more reliable. They run in parallel, as processors and memory allow; this does not affect the
     result.
 
+    The arguments that are not listed are those of `dry_run`.
+
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
             model.
         topology: The slice, such as `"v5e:4x4"`.
         batch_size: The global batch size. With `None`, every candidate gets as many rows as it has
             memory for, at most 1024 per device, and rows per second decide.
-        x: See `dry_run`.
-        y: See `dry_run`.
-        sample_weight: See `dry_run`.
-        sequence_length: See `dry_run`.
         compilations: How many candidates to compile.
         exact: How many of them to compile again, with effort "exact".
         budget_s: Seconds after which no further compilation starts.
