@@ -887,6 +887,8 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
     ) -> "DryRun":
         """Compiles one step of a model for this strategy's devices or for another slice.
 
+        The arguments that are not listed are those of `keras_tpu_dist.dry_run`.
+
         Args:
             model: A built model, which may be on this strategy's mesh and is not changed; or a
                 function that builds, compiles and returns one, which needs no memory for weights.
@@ -894,16 +896,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this strategy's
                 own devices.
             mesh: Axis sizes on that slice. By default the first data axis fills it.
-            x: As in `keras_tpu_dist.dry_run`, like all further arguments.
-            y: The target.
-            sample_weight: Sample weights.
-            sequence_length: The length of texts, for inputs that leave it open.
-            mode: `"train"`, `"evaluate"` or `"predict"`.
-            effort: `"quick"` or `"exact"`.
-            timeout: Seconds after which a compilation is stopped.
-            calibration: Measurements on such chips.
-            verify: Whether to run the program on simulated devices too.
-            progress: Called with a line of text at every stage.
 
         Returns:
             A `DryRun`. If the model does not fit, you see it in the report; no error is raised.
@@ -971,11 +963,9 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         anyway, with the same arguments and values of variables. Every result and every update is
         compared. No variable changes; an iterator among the arguments moves on.
 
+        The arguments that are not listed are those of `run`.
+
         Args:
-            fn: The function. See `run`, as for all arguments up to `steps`.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            options: `RunOptions` for inputs of varying sizes.
             steps: The number of steps of the launch; for `loop`, its `steps_per_launch`.
             topology: The slice, such as `"v5e:2x4"`.
             as_on_chip: Whether products of float32 round their operands, as a TPU does by default.

@@ -130,7 +130,6 @@ def check_excluded(exclude: Iterable[str], paths: Iterable[str]) -> None:
         exclude,
         paths,
         "Every pattern of exclude must match weights of the model or of the checkpoint.",
-        "See the paths with [weight.path for weight in model.weights].",
     )
 
 

@@ -38,7 +38,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix: str) -> None:
+def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str) -> None:
     """Raises a `ValueError` with the patterns that match nothing."""
     names = list(names)
     lost = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
@@ -51,5 +51,5 @@ def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix:
                 for hint in [did_you_mean(pattern.strip("*/"), names)]
             )
             + ".",
-            fix=fix,
+            fix="See the paths with [weight.path for weight in model.weights].",
         )

@@ -107,7 +107,6 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
         (*patterns, *exclude),
         [name for of_weight in names.values() for name in of_weight],
         "Every pattern must match weights or layers of the model.",
-        "See the paths with [weight.path for weight in model.weights].",
     )
     if hasattr(model, "jax_state_sync"):
         # Within a fit, the variables need its newest state before their order changes.

@@ -144,13 +144,11 @@ def fitting_columns(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     leave_out: Sequence[str],
-    indent: str = "  ",
 ) -> list[str]:
     """The columns of a table to print: some are left out, in order, until no cell has to wrap.
 
     Args:
         leave_out: The columns that may be left out, the least important first.
-        indent: See `text_table`.
 
     Example:
 
@@ -163,7 +161,8 @@ def fitting_columns(
     widths = dict(zip(header, [max(map(len, cells)) for cells in zip(header, *rows)], strict=True))
     shown = list(header)
     for name in leave_out:
-        if len(indent) + sum(widths[n] + _GAP for n in shown) - _GAP <= text_width():
+        # A table is indented by as much as the gap after a column.
+        if sum(widths[n] + _GAP for n in shown) <= text_width():
             break
         shown = [column for column in shown if column != name]
     return shown

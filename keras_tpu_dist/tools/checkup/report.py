@@ -280,7 +280,7 @@ class Check(Page):
         return document(self._title(), parts)
 
 
-_MOST_MISSED = 3  # parts that the verdict names
+_MOST_MISSED, _MOST_NAMED = 3, 8  # parts that the verdict names, devices that a problem names
 _HEADS = {RIGHT: "is it correct?", FAST: "is it fast?"}
 
 
@@ -397,7 +397,7 @@ def corrupts(what: str, devices: list[int]) -> Problem:
     )
 
 
-def numbered(ids: Iterable[int], most: int = 8) -> str:
+def numbered(ids: Iterable[int]) -> str:
     """Names devices by their ids.
 
     Example:
@@ -405,12 +405,12 @@ def numbered(ids: Iterable[int], most: int = 8) -> str:
     >>> numbered([3]), numbered([5, 1])
     ('device 3', 'devices 1, 5')
     """
-    return counted("device", "devices", ids, most)
+    return counted("device", "devices", ids)
 
 
-def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
+def counted(one: str, several: str, ids: Iterable[int]) -> str:
     """Names things by their numbers."""
     every = sorted(ids)
-    named = ", ".join(map(str, every[:most]))
-    more = f" and {len(every) - most} more" if len(every) > most else ""
+    named = ", ".join(map(str, every[:_MOST_NAMED]))
+    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
     return f"{several if len(every) > 1 else one} {named}{more}"

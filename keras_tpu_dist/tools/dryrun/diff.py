@@ -8,6 +8,7 @@ from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.tools.dryrun.run import DryRun
 
+_MOST_LAYERS = 8
 _HEADER = ("", "first", "second", "ratio")
 
 
@@ -88,7 +89,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
     return Diff(tuple(rows))
 
 
-def _layer_rows(a: DryRun, b: DryRun, limit: int = 8) -> list[tuple[str, str, str, str]]:
+def _layer_rows(a: DryRun, b: DryRun) -> list[tuple[str, str, str, str]]:
     cycles: list[dict[str, int]] = [
         {c.layer: c.cycles for c in run.cost.layers} if run.cost else {} for run in (a, b)
     ]
@@ -98,7 +99,7 @@ def _layer_rows(a: DryRun, b: DryRun, limit: int = 8) -> list[tuple[str, str, st
     )
     return [
         _row(f"cycles of {n}", cycles[0].get(n, 0), cycles[1].get(n, 0), lambda c: f"{c:,}")
-        for n in names[:limit]
+        for n in names[:_MOST_LAYERS]
         if cycles[0].get(n, 0) != cycles[1].get(n, 0)
     ]
 

@@ -23,7 +23,7 @@ from keras_tpu_dist.tools.dryrun.cache import Cache
 from keras_tpu_dist.tools.dryrun.changes import Change
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
-from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
+from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -155,7 +155,6 @@ def advise(
     >>> print(ktd.advise(build, strategy, batch_size=64))  # doctest: +SKIP
     """
     strategy = check_asked(build, strategy, "advise")
-    check_how("train", timeout, progress)
     inputs = Inputs(x, y, sample_weight, sequence_length)
     measured = checked_calibration(calibration)
     how = How(effort, timeout, True, Cache.of(cache), measured, progress)

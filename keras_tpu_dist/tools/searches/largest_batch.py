@@ -18,7 +18,7 @@ from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
-from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, check_how, run_once
+from keras_tpu_dist.tools.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.tools.searches.candidates import Candidate
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -142,7 +142,6 @@ def largest_batch(
     strategy = check_asked(build, strategy, "largest_batch")
     topology = _checked_topology(strategy)
     limit, (_, measured) = topology.hbm_bytes, calibrated(topology, calibration)
-    check_how(mode, timeout, progress)
     inputs = Inputs(x, y, sample_weight, sequence_length)
     how = How(effort, timeout, calibration=measured, progress=progress)
 
