@@ -1,15 +1,13 @@
 """What layers keep beside their variables, in checkpoints and in files of Keras."""
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, numbered
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.layers.beside import (
     MARKS,
     files_of,
@@ -156,7 +154,7 @@ def _split(path: str) -> tuple[str, str]:
 
 def _small_enough(manifest: Manifest, models: Sequence[Any]) -> tuple[Saved, ...]:
     saved = manifest.arrays.get(BESIDE, ())
-    size = sum(math.prod(each.entry.shape) * np.dtype(each.entry.dtype).itemsize for each in saved)
+    size = sum(bytes_of(array.entry) for array in saved)
     own = sum(variable.value.nbytes for model in models for variable in model.variables)
     if size <= max(own, _MOST_BYTES):
         return saved

@@ -14,6 +14,7 @@ from keras_tpu_dist.checkpoint.names import (
 )
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.show.text import size_text, text_table
 
 
@@ -74,11 +75,8 @@ def _row(reader: CheckpointReader, step: int) -> CheckpointRow:
         manifest = reader.manifest(step)
     except CheckpointError as error:
         return CheckpointRow(step, problem=str(error))
-    # NumPy knows bfloat16 and similar dtypes after JAX is imported.
     size = sum(
-        int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
-        for kind in (WEIGHTS, SLOTS, OPTIMIZER)
-        for entry in manifest.entries(kind)
+        bytes_of(entry) for kind in (WEIGHTS, SLOTS, OPTIMIZER) for entry in manifest.entries(kind)
     )
     return CheckpointRow(
         step,

@@ -1,6 +1,5 @@
 """Fingerprints of arrays, which are the same on every mesh."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_tpu_dist.common.own_mesh import in_own_mesh
+from keras_tpu_dist.common.sizes import bytes_of
 
 # Odd, so that every flipped bit changes the sum (Knuth's multiplicative hashing).
 _FACTOR = 2654435761
@@ -50,15 +50,6 @@ def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bo
         return [(int(number), bool(finite)) for number, finite in pairs]
 
     return found
-
-
-def bytes_of(array: Any) -> int:
-    """The bytes of an array.
-
-    Args:
-        array: Anything with the shape and the dtype of an array, or its name.
-    """
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
 
 
 def is_small(array: Any) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from keras_tpu_dist.checkpoint.fingerprint import bytes_of
 from keras_tpu_dist.checkpoint.manifest import Saved
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.sizes import bytes_of
 
 # The key of the array.
 PACKED = "small"

@@ -14,8 +14,9 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, layout_text, names_in, split_ways
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.crossings import crossings_text
-from keras_tpu_dist.layout.placement import Placement, bytes_of
+from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import Decision, nearest_path
 from keras_tpu_dist.show.folding import (
     Repeated,

@@ -13,9 +13,10 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, names_in
 from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
-from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
+from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting
 from keras_tpu_dist.layout.planner import device_memory, state_bytes
 from keras_tpu_dist.layout.rules import LayoutError, dead_patterns, matching, nearest_path
 from keras_tpu_dist.show.page import Shown

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
@@ -230,12 +229,3 @@ def _axes_of(layout) -> tuple:
     if isinstance(layout, keras.distribution.TensorLayout):
         return tuple(layout.axes)
     return tuple(layout.spec) if isinstance(layout, NamedSharding) else ()
-
-
-def bytes_of(variable: Any) -> int:
-    """The bytes of a variable's whole value.
-
-    Args:
-        variable: A variable; its shape and dtype count, it needs no value.
-    """
-    return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize

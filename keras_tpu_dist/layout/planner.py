@@ -26,6 +26,7 @@ from keras_tpu_dist.common.checks import (
     one_of,
 )
 from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
@@ -392,7 +393,7 @@ def _ways(mesh, decision: Decision | None) -> int:
 def state_bytes(variable: Any) -> int:
     """The bytes of a weight with a usual optimizer's slots and its gradient."""
     copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
-    return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize * copies
+    return bytes_of(variable) * copies
 
 
 def device_memory(mesh: Mesh) -> int:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from keras_tpu_dist.programs.graph import graph_of
-from keras_tpu_dist.programs.jaxprs import any_equation, inner_jaxprs
+from keras_tpu_dist.programs.jaxprs import any_equation, inner_jaxprs, is_key
 
 # The executables that are held, although their models may be gone: so many, and with so much code,
 # which is in the memory of the devices.
@@ -159,10 +158,6 @@ def _inputs(jaxpr: Any) -> tuple[tuple, tuple]:
     return used, tuple(places.get(id(output)) for output in graph.outputs)
 
 
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.extended)
-
-
 def _constants(jaxpr: Any) -> str | None:
     """A hash of the arrays in a program, or `None` if they are too large to compare.
 
@@ -178,7 +173,7 @@ def _constants(jaxpr: Any) -> str | None:
 
     arrays.extend(jaxpr.consts)
     any_equation(jaxpr, has_any)
-    arrays = [jax.random.key_data(array) if _is_key(array) else array for array in arrays]
+    arrays = [jax.random.key_data(array) if is_key(array) else array for array in arrays]
     if sum(getattr(array, "nbytes", 0) for array in arrays) > _MOST_OF_CONSTANTS:
         return None
     found = hashlib.sha256()

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 
@@ -15,6 +17,11 @@ def opened(jaxpr: Any) -> Any:
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation is a program."""
     return isinstance(value, (core.ClosedJaxpr, core.Jaxpr))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array has keys of random numbers, which NumPy cannot read."""
+    return jnp.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.extended)
 
 
 def with_equations(jaxpr: Any, equations: list) -> Any:

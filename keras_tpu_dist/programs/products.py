@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from keras_tpu_dist.common.plain import CAUSAL
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.programs.calls import calls, rank
 from keras_tpu_dist.programs.dimensions import dimensions
 from keras_tpu_dist.programs.jaxprs import opened
@@ -112,7 +112,7 @@ def _read(
             found.append(_convolution(equation, sources, times))
         elif name == "gather" and sources[0] is not None:
             taken, ids = equation.outvars[0].aval, equation.invars[1].aval.shape[:-1]
-            found.append(Lookup(sources[0][0], _bytes(taken) * times, math.prod(ids) * times))
+            found.append(Lookup(sources[0][0], bytes_of(taken) * times, math.prod(ids) * times))
         elif name in _HANDING_ON:
             names.update(_handed_on(equation, sources))
         else:
@@ -167,8 +167,8 @@ def _convolution(equation: Any, sources: list, times: int) -> MatrixProduct:
 def _product(
     equation: Any, flops: float, source: Source | None, which: int, contracting: Any, times: int
 ) -> MatrixProduct:
-    sizes = [_bytes(atom.aval) for atom in equation.invars[:2]]
-    written = _bytes(equation.outvars[0].aval)
+    sizes = [bytes_of(atom.aval) for atom in equation.invars[:2]]
+    written = bytes_of(equation.outvars[0].aval)
     if source is None:
         return MatrixProduct(flops, None, frozenset(), sum(sizes), 0, written, times)
     index, dims = source
@@ -212,7 +212,3 @@ def _read_called(
 def operations(products: Sequence[MatrixProduct | Lookup]) -> float:
     """The operations of products, each as often as it runs."""
     return sum(p.flops * p.times for p in products if isinstance(p, MatrixProduct))
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * jax.numpy.dtype(aval.dtype).itemsize

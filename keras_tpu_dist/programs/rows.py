@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,7 +19,7 @@ from jax import lax
 from keras_tpu_dist.programs.calls import calls
 from keras_tpu_dist.programs.dimensions import dimensions
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
-from keras_tpu_dist.programs.jaxprs import inner_jaxprs, is_jaxpr, opened
+from keras_tpu_dist.programs.jaxprs import inner_jaxprs, is_jaxpr, is_key, opened
 
 # What a further row is replaced by, so that it changes no result.
 _NEUTRAL: dict[str, Callable[[Any], Any]] = {
@@ -340,7 +339,7 @@ def _begins_with(constant: Any, of_fewer: Any) -> bool:
     """
     if constant is of_fewer:
         return True
-    if any(_is_key(c) for c in (constant, of_fewer)):
+    if any(is_key(c) for c in (constant, of_fewer)):
         raise Differs("a key of random numbers is another one")
     if of_fewer is None or max(getattr(c, "nbytes", 0) for c in (constant, of_fewer)) > (
         _MOST_OF_CONSTANTS
@@ -353,10 +352,6 @@ def _begins_with(constant: Any, of_fewer: Any) -> bool:
     if mine.shape != its.shape and not _equal(mine[parts], its):
         raise Differs("an array is another one")
     return _equal(mine[parts], its)
-
-
-def _is_key(constant: Any) -> bool:
-    return jnp.issubdtype(getattr(constant, "dtype", np.float32), jax.dtypes.extended)
 
 
 def _compare_params(one: Equation, other: Equation) -> None:

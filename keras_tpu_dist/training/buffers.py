@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.sizes import bytes_per_device
 
 # A state that fills the memory cannot exist twice, so it is copied in groups of this size.
 _GROUP_BYTES = 8 * 2**20
@@ -91,7 +91,7 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
         values: Their values; updated.
         which: The positions of values that something else may hold too.
     """
-    size = {i: _bytes_per_device(values[i]) for i in which}
+    size = {i: bytes_per_device(values[i]) for i in which}
     several = sum(size.values()) > _GROUP_BYTES
     while which:
         group: list[int] = []
@@ -117,7 +117,3 @@ def copies_apart(arrays: list) -> list:
         for array in arrays
         for parts in [copies_apart([shard.data for shard in array.addressable_shards])]
     ]
-
-
-def _bytes_per_device(array: jax.Array) -> int:
-    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.sizes import bytes_per_device
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -264,7 +265,7 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
     """
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    kept = states_that_fit(setting, [_bytes_per_device(v.value) for v in variables], limit)
+    kept = states_that_fit(setting, [bytes_per_device(v.value) for v in variables], limit)
     return min(kept, _MOST_KEPT_ON_CPU if device.platform == "cpu" else _MOST_KEPT)
 
 
@@ -298,7 +299,3 @@ def _is_whole(state, wait: bool = True) -> bool:
             logger.info("a training state is not usable: %s", error)
             return False
     return True
-
-
-def _bytes_per_device(array: jax.Array) -> int:
-    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize

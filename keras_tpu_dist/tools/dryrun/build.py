@@ -21,6 +21,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import one_of, require
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.common.sizes import bytes_per_device
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.hardware.topology import Topology, of_devices
@@ -42,7 +43,7 @@ from keras_tpu_dist.tools.dryrun.inputs import (
     described_batch,
     symbolic,
 )
-from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
+from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, state_bytes
 from keras_tpu_dist.tools.dryrun.tokens import TokenLoop, token_loop
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS

@@ -11,8 +11,8 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.topology import Topology, listed_shapes
-from keras_tpu_dist.layout.placement import bytes_of
 from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
 from keras_tpu_dist.memory.blocks import blocks
 from keras_tpu_dist.programs.head.pieces import PIECE_BYTES

@@ -1,11 +1,10 @@
 """Bytes of a step's state on one device, computed from its layouts."""
 
-import math
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
+from keras_tpu_dist.common.sizes import bytes_per_device
 from keras_tpu_dist.input.batches import PlacedBatch
 
 
@@ -49,16 +48,6 @@ def state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
         inputs=sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(placed)),
         inputs_per_host=sum(_bytes_per_host(leaf) for leaf in jax.tree.leaves(placed)),
     )
-
-
-def bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the part of an array that one device holds.
-
-    Args:
-        array: Its shape, dtype and, if it is split, its sharding.
-    """
-    shard = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
-    return math.prod(shard) * np.dtype(array.dtype).itemsize
 
 
 def _bytes_per_host(array: jax.ShapeDtypeStruct) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.programs.jaxprs import inner_jaxprs, opened
 from keras_tpu_dist.programs.products import lookups_of, products_of
 from keras_tpu_dist.tools.hlo.parse import Shape
@@ -49,7 +50,7 @@ def token_loop(jaxpr: Any, weight_bytes: Sequence[int]) -> TokenLoop | None:
     loops = list(_loops(opened(jaxpr)))
     if not loops:
         return None
-    loop = max(loops, key=lambda equation: sum(_bytes(v.aval) for v in equation.outvars))
+    loop = max(loops, key=lambda equation: sum(bytes_of(v.aval) for v in equation.outvars))
     body = opened(loop.params["body_jaxpr"])
     skipped = loop.params["cond_nconsts"]
     operands = loop.invars[skipped:]
@@ -73,10 +74,6 @@ def _loops(jaxpr: Any) -> Iterator[Any]:
             for inner in inner_jaxprs(equation):
                 # Their inputs are not those of the program.
                 yield from _loops(opened(inner))
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
 
 def _on_device(dtype: str, shape: tuple[int, ...], carried: Sequence[Shape]) -> int:

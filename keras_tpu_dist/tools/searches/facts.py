@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.programs.products import Lookup, MatrixProduct, lookups_of, products_of
 from keras_tpu_dist.strategy import TPUStrategy
@@ -100,8 +101,8 @@ class DescribedModel:
             products=products_of(trace, num_weights),
             lookups=lookups_of(trace, num_weights),
             kept=kept,
-            output_bytes=sum(map(_bytes, jax.tree.leaves(outputs))),
-            input_bytes=sum(map(_bytes, leaves)),
+            output_bytes=sum(map(bytes_of, jax.tree.leaves(outputs))),
+            input_bytes=sum(map(bytes_of, leaves)),
             variables=len(_keras.state_variables(self._model)),
         )
 
@@ -113,7 +114,7 @@ class DescribedModel:
     def _described_weights(self) -> Iterator[Weight]:
         slots: dict[int, int] = {}
         for _, slot, weight in _keras.optimizer_slots(self._model):
-            slots[id(weight)] = slots.get(id(weight), 0) + _bytes(slot)
+            slots[id(weight)] = slots.get(id(weight), 0) + bytes_of(slot)
         trainable = {id(v) for v in self._model.trainable_variables}
         for v in self._weights:
             itemsize = np.dtype(v.dtype).itemsize
@@ -143,10 +144,6 @@ class DescribedModel:
 def _spec(axes: Sequence[Any], ndim: int) -> Spec:
     entries = [*axes, *([None] * (ndim - len(axes)))]
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 @contextlib.contextmanager
