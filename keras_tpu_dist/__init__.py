@@ -1,12 +1,21 @@
 """Trains ordinary Keras 3 models on one TPU, eight, or a pod, with the numbers of one device."""
 
 import importlib as _importlib
+import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING
 
 from keras_tpu_dist.common import tensorflow_names as _tensorflow_names
-from keras_tpu_dist.common.started import as_shell as _as_shell
 from keras_tpu_dist.common.version import __version__ as __version__
+
+
+def _as_shell() -> bool:
+    """Whether this process runs the command `ktd`, or `python -m keras_tpu_dist`."""
+    program = _os.path.basename(_sys.argv[0]) if getattr(_sys, "argv", None) else ""
+    if program == "-m":  # Python is still looking for the module
+        return "keras_tpu_dist" in _sys.orig_argv
+    return program in ("ktd", "ktd.exe")
+
 
 # `ktd --help` must not wait for Keras and JAX. In the shell's own process, the imports below are
 # postponed until `_load` runs this file again; in any other process they run at once.

@@ -16,7 +16,7 @@ from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
-from keras_tpu_dist.hardware.mesh import MeshLike, auto_mesh, build_mesh, splitting_axes
+from keras_tpu_dist.hardware.mesh import MeshLike, auto_mesh, build_mesh, grown, splitting_axes
 from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.input.clock import InputWait
@@ -859,8 +859,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         >>> dict(here.on_topology("v5e:16x16").mesh.shape)
         {'data': 128, 'model': 2}
         """
-        from keras_tpu_dist.tools.dryrun.retarget import grown
-
         topology = Topology.parse(topology)
         if mesh is None:
             mesh = grown(dict(self.layouts.mesh.shape), self.layouts.data_axes, topology)
@@ -913,17 +911,12 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         ...     model.compile("adam", "mse")
         >>> print(strategy.dry_run(model, batch_size=4096, topology="v5e:16x16"))  # doctest: +SKIP
         """
-        if mesh is not None and not isinstance(mesh, Mapping):
+        if mesh is not None and (topology is None or not isinstance(mesh, Mapping)):
             raise value_error(
                 "mesh has the axis sizes on another slice.",
-                received={"mesh": mesh},
-                fix='Write for example mesh={"data": 64, "model": 4}.',
-            )
-        if topology is None and mesh is not None:
-            raise value_error(
-                "mesh has the axis sizes on another slice.",
-                received={"mesh": dict(mesh), "topology": None},
-                fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
+                received={"mesh": mesh, "topology": topology},
+                fix='Name the slice, as in topology="v5e:16x16", mesh={"data": 64, "model": 4}; or '
+                "leave mesh out.",
             )
         # Imported here: training needs no module that reads programs.
         from keras_tpu_dist.tools.dryrun.run import dry_run

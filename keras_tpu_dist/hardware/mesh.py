@@ -15,6 +15,7 @@ from keras_tpu_dist.common.errors import did_you_mean, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.topology import Topology
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -307,3 +308,17 @@ def _across_slices(
     return mesh_utils.create_hybrid_device_mesh(
         within, across, devices=devices, allow_split_physical_axes=True
     )
+
+
+def grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
+    """The axes, with the first data axis, or else that of time, as large as the slice allows."""
+    grows = next(iter((*data_axes, *(name for name in axes if name == SEQUENCE_AXIS))), None)
+    others = math.prod(size for name, size in axes.items() if name != grows)
+    if grows is None or topology.num_devices % others:
+        raise value_error(
+            "On another slice, the first data axis gets the devices that the other axes leave.",
+            received=f"{topology.num_devices} devices of {topology.name} for the mesh {axes} "
+            f"with data axes {data_axes}.",
+            fix='Give the axis sizes on that slice, as in mesh={"data": -1, "model": 4}.',
+        )
+    return {**axes, grows: topology.num_devices // others}

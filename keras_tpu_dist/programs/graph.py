@@ -194,6 +194,14 @@ def root_of(value: Atom) -> Atom:
     return value
 
 
+def traced_step(step: Callable, state: Any, data: Any) -> tuple[Graph, list, Any]:
+    """The graph of a step, the arrays that it reads, and the shapes of its results."""
+    # Of a new function: JAX keeps what it traced, maybe while an update was one operation.
+    trace = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)
+    jaxpr, shapes = trace(state, data)
+    return graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data)), shapes
+
+
 def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
     """Reads a program.
 

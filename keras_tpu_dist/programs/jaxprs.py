@@ -24,14 +24,15 @@ def is_key(array: Any) -> bool:
     return jnp.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.extended)
 
 
-def with_equations(jaxpr: Any, equations: list) -> Any:
-    """The program with other equations between the same inputs and outputs.
+def with_equations(jaxpr: Any, equations: list, **others: Any) -> Any:
+    """The program with other equations.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr` or a `Jaxpr`, as the result is.
         equations: Its new equations, all of them, in order.
+        **others: Other parts of a `Jaxpr`, such as `outvars`; by default they stay the same.
     """
-    edited = opened(jaxpr).replace(eqns=equations)
+    edited = opened(jaxpr).replace(eqns=equations, **others)
     if isinstance(jaxpr, core.Jaxpr):
         return edited
     return jaxpr.replace(jaxpr=edited)

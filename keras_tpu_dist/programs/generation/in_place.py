@@ -179,8 +179,7 @@ def _with_writes(body: Any, plan: _Plan) -> Any:
         equations.extend(write)
     outputs = [newest if v is plan.result else v for v in inner.outvars]
     read(outputs, equation)
-    edited = inner.replace(eqns=equations, outvars=outputs)
-    return edited if isinstance(body, core.Jaxpr) else body.replace(jaxpr=edited)
+    return with_equations(body, equations, outvars=outputs)
 
 
 def _without_stacks(inner: Any, plan: _Plan) -> list:

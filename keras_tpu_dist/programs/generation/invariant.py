@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from keras_tpu_dist.programs.jaxprs import opened
+from keras_tpu_dist.programs.jaxprs import opened, with_equations
 
 # Smaller arrays are left to XLA, which computes them where they are used.
 _LEAST_BYTES = 2**10
@@ -84,11 +84,7 @@ def _with_constants(loop: Any, equations: list, inside: list, outside: list) -> 
     constants = parameters["body_nconsts"]
     at = parameters["cond_nconsts"] + constants
     invars = [*body.invars[:constants], *inside, *body.invars[constants:]]
-    inner = body.replace(invars=invars, eqns=equations)
-    closed = parameters["body_jaxpr"]
-    parameters["body_jaxpr"] = (
-        inner if isinstance(closed, core.Jaxpr) else closed.replace(jaxpr=inner)
-    )
+    parameters["body_jaxpr"] = with_equations(parameters["body_jaxpr"], equations, invars=invars)
     parameters["body_nconsts"] = constants + len(inside)
     operands = [*loop.invars[:at], *outside, *loop.invars[at:]]
     return loop.replace(invars=operands, params=parameters)

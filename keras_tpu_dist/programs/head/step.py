@@ -13,7 +13,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.programs.dimensions import ELEMENTWISE
-from keras_tpu_dist.programs.graph import Equation, Graph, Instead, graph_of
+from keras_tpu_dist.programs.graph import Equation, Graph, Instead, traced_step
 from keras_tpu_dist.programs.head.pieces import HeadSplit, InPieces, pieces_of
 from keras_tpu_dist.programs.head.reading import Head, StaysWhole, heads_of, read
 from keras_tpu_dist.programs.partitioner import in_compiled_code
@@ -107,10 +107,7 @@ class _Step:
         self._variables = [v for group in _keras.state_groups(model, kind) for v in group]
 
     def __call__(self, state: Any, data: Any) -> Any:
-        # Of a new function: JAX keeps what it traced, maybe while an update was one operation.
-        trace = jax.make_jaxpr(lambda *given: self._step(*given), return_shape=True)
-        traced, shapes = trace(state, data)
-        graph, inputs = graph_of(traced, recomputed=False), jax.tree.leaves((state, data))
+        graph, inputs, shapes = traced_step(self._step, state, data)
         heads = heads_of(graph, graph.inputs[len(self._variables) :], LEAST_WORDS)
         if not heads and self._least_bytes is None:
             self._note(self._model.name, f"{WHOLE}: no layer computes logits of a vocabulary")

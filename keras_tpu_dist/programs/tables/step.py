@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
+from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, traced_step
 from keras_tpu_dist.programs.partitioner import in_compiled_code
 from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
 from keras_tpu_dist.programs.tables.reading import Reading, RowLookup, number_of, on_rows, read
@@ -176,10 +176,7 @@ class _Step:
         self._option, self._tables = option, tables
 
     def __call__(self, state: Any, data: Any) -> Any:
-        # Of a new function: JAX keeps what it traced, maybe while an update was one operation.
-        trace = jax.make_jaxpr(lambda *given: self._step(*given), return_shape=True)
-        jaxpr, shapes = trace(state, data)
-        graph, inputs = graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data))
+        graph, inputs, shapes = traced_step(self._step, state, data)
         count, outputs = len(jax.tree.leaves(state)), {}
         # A train step returns its new state last, in the order of the old one.
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
