@@ -4,7 +4,6 @@ A new public name, method or parameter without a row here fails the test.
 """
 
 import inspect
-import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -130,10 +129,6 @@ def loop_over_ones(**given: Any) -> list:
 def reduce_ones(**given: Any) -> Any:
     made = strategy()
     return made.reduce(**{"value": made.run(lambda: 1.0), **given})
-
-
-def in_replicas(do: Callable) -> Any:
-    return strategy().run(lambda: do(ktd.get_replica_context()))
 
 
 def loop_checkpoint() -> ktd.LoopCheckpoint:
@@ -739,7 +734,3 @@ def odd_calls() -> Iterator[tuple[str, str, Any]]:
 
 def arguments(name: str, parameter: str, value: Any) -> dict[str, Any]:
     return {**ROWS[name].right(), parameter: value}
-
-
-def is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))

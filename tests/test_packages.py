@@ -134,17 +134,16 @@ def test_the_table_has_no_circle():
     architecture.levels({name: knows - {name} for name, knows in PACKAGES.items()})
 
 
-def own_names():
-    """Every private name that this package gives to something itself."""
+def own_names(sources, of_self=False):
+    """What modules define, and write on objects; on any, or on `self` alone."""
     names = set()
-    for tree in trees().values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
+    for node in (node for tree in sources for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if not of_self or ast.unparse(node.value) == "self" else set()
     return names
 
 
@@ -177,7 +176,7 @@ OURS = "_keras_tpu_dist_"
 
 
 def test_private_names_of_keras_and_jax_stand_in_one_package():
-    own = own_names() | PYTHONS | ENDS
+    own = own_names(trees().values()) | PYTHONS | ENDS
     for path, tree in trees().items():
         if package_of(path) == "_keras":
             continue
@@ -209,25 +208,12 @@ def reached(tree):
             yield node.lineno, node.attr
 
 
-def seams_own(sources):
-    """What the seam's modules define, and write on their own objects."""
-    names = set()
-    for node in (node for tree in sources for node in ast.walk(tree)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names |= {node.attr} if ast.unparse(node.value) == "self" else set()
-    return names
-
-
 def undeclared(sources):
     """Names that the seam reaches and neither table has."""
     declared = {each.name for each in _keras.names()} | {each.name for each in _keras.table()}
     # Modules of which names are imported are declared with them.
     declared |= {part for e in _keras.names() for part in e.owner.partition(":")[0].split(".")}
-    known = declared | seams_own(sources)
+    known = declared | own_names(sources, of_self=True)
     found = [(line, name) for tree in sources for line, name in reached(tree)]
     return [each for each in found if each[1] not in known and not each[1].startswith(OURS)]
 

@@ -112,26 +112,18 @@ def pairwise(columns, seed):
 
 
 @pytest.mark.slow
-def test_equals_keras_over_the_grid():
+@pytest.mark.parametrize("loop", [True, False])
+def test_equals_keras_over_the_grid(loop, monkeypatch):
+    if not loop:
+        without_loops(monkeypatch)
+    columns = COLUMNS if loop else COLUMNS | {"unroll": [False, True]}
     cases = []
-    for number, row in enumerate(pairwise(COLUMNS, seed=0)):
+    for number, row in enumerate(pairwise(columns, seed=0 if loop else 2)):
         name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
         stock, ours = pair(name, steps, **row)
+        assert loop or "no loop" in str(ours.variant((BATCH, steps, FEATURES)))
         cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
-    assert len(cases) >= 20
-    compare(cases)
-
-
-@pytest.mark.slow
-def test_without_a_loop_equals_keras(monkeypatch):
-    without_loops(monkeypatch)
-    columns = COLUMNS | {"unroll": [False, True]}
-    cases = []
-    for number, row in enumerate(pairwise(columns, seed=2)):
-        name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
-        stock, ours = pair(name, steps, **row)
-        assert "no loop" in str(ours.variant((BATCH, steps, FEATURES)))
-        cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
+    assert len(cases) >= (20 if loop else 1)
     compare(cases)
 
 

@@ -378,18 +378,6 @@ def test_launch(code, tmp_path, capfd):
     assert sorted(lines) == [f"[{i}] here {i} ['{code}'] 1" for i in range(2)]
 
 
-@pytest.mark.slow
-def test_launch_that_is_ended_ends_what_it_started(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os, time; print(os.getpid()); time.sleep(600)")
-    launcher = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2", str(script)]
-    with subprocess.Popen(launcher, stdout=subprocess.PIPE, text=True) as process:
-        numbers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-    assert not any(pathlib.Path(f"/proc/{number}").exists() for number in numbers)
-
-
 def wait_until(true, seconds=20):
     end = time.monotonic() + seconds
     while time.monotonic() < end and not true():
@@ -407,14 +395,19 @@ def is_gone(number):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_launch_that_is_killed_takes_what_it_started_along(tmp_path):
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_launch_that_is_ended_ends_what_it_started(how, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, time; print(os.getpid()); time.sleep(600)")
     launcher = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2", str(script)]
     with subprocess.Popen(launcher, stdout=subprocess.PIPE, text=True) as process:
         numbers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-        process.kill()
-    assert wait_until(lambda: all(map(is_gone, numbers)))
+        getattr(process, how)()
+        code = process.wait(60)
+    killed = how == "kill"
+    assert code == (-signal.SIGKILL if killed else 128 + signal.SIGTERM)
+    # Only a launcher that is killed does not wait for them.
+    assert wait_until(lambda: all(map(is_gone, numbers)), 20 if killed else 0)
 
 
 _CHILD = """
