@@ -69,7 +69,6 @@ def load_file(
     nothing to rename.
 
     Args:
-        strict: See `restore`.
         exclude: See `restore`; the patterns are for the model's paths.
         alone: Whether this process reads without the others, if there are several.
 

@@ -135,9 +135,6 @@ class Manifest:
 def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
     """Restores a manifest from plain data.
 
-    Args:
-        data: The result of `Manifest.to_json`.
-
     Raises:
         CheckpointError: If it has a newer version, was changed since it was written, or is that of
             another step.

@@ -25,7 +25,6 @@ class Entry:
 
     Attributes:
         path: The variable's path; for an optimizer's slot, the path of its weight.
-        shape: Its shape.
         slot: The name of the optimizer's slot, else `""`.
         nth: The number of weights with the same path before it in the model, trainable or not; for
             a slot, the number of its weight.

@@ -137,9 +137,6 @@ def load_newest(
     """Loads the newest complete checkpoint, or that of a step. See `restore`.
 
     Args:
-        strict: See `restore`.
-        exclude: See `restore`.
-        rename: See `restore`.
         needs: The entries that the manifest's `training` must have.
 
     Raises:

@@ -59,7 +59,6 @@ class PlacedBatch:
 
     Attributes:
         data: The batch's structure of arrays.
-        slots: One `Slot` for every array.
         is_longer: Whether it was padded to the rows of a larger batch, to run in one program with
             other numbers of rows.
     """
@@ -91,7 +90,6 @@ class BatchPlacer:
     row is added, no sample weight is changed, and losses and metrics keep their meaning.
 
     Args:
-        mesh: The mesh.
         data_axes: The mesh axes that split the batch; may be empty (replicate).
         batch_axis: The batch dimension: an integer for all arrays, `None` for arrays without a
             batch (replicated), or a structure of those that is a prefix of the batch
@@ -146,7 +144,6 @@ class BatchPlacer:
         """Transfers a host batch, padded if its rows are not divisible.
 
         Args:
-            batch: The batch.
             longer: A function of the number of rows, and of the other sizes and the structure. It
                 returns the rows to pad it to, with its last one, or `None` for the fewest.
 
@@ -245,7 +242,6 @@ class BatchPlacer:
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
-            batch: The input batch.
             stacked: Whether these are several batches, stacked along a first dimension.
         """
         return outputs
@@ -361,7 +357,6 @@ class BatchPlacer:
         """The shardings of a placed batch's arrays, in the structure of the batch.
 
         Args:
-            batch: The batch.
             stacked: Whether these are several batches, stacked along a first dimension.
         """
         found = []

@@ -24,7 +24,6 @@ def in_stacks(
     """Places host batches; stacks them if they fill scans and have the same shapes.
 
     Args:
-        batches: The host batches.
         length: The steps of a scan.
         place: Transfers a host batch to the devices.
         place_many: Transfers stacked host batches; returns `None` if their shapes differ.
@@ -58,7 +57,6 @@ class DeviceIterator:
     beyond the steps of the running epoch.
 
     Args:
-        batches: The host batches.
         prefetch: How many batches to transfer ahead.
         steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to the
             end.

@@ -28,7 +28,6 @@ class OwnRowsPlacer(BatchPlacer):
     divisible by a process's parts, they are padded, and the compiled program joins the true rows.
 
     Args:
-        mesh: The mesh.
         data_axes: The mesh axes that split the batch.
         batch_axis: The batch dimension. See `BatchPlacer`.
         shards: Which rows of a batch every process provides.
@@ -99,7 +98,6 @@ class OwnRowsPlacer(BatchPlacer):
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
-            batch: The input batch.
             stacked: Whether these are several batches, stacked along a first dimension.
         """
         filled = next((slot.filled for slot in batch.slots if slot.filled is not None), None)
@@ -164,7 +162,6 @@ def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: 
     """The placer for a kind of input.
 
     Args:
-        mesh: The mesh.
         data_axes: The mesh axes that split the batch.
         batch_axis: The batch dimension. See `BatchPlacer`.
         source: `"global"`, or `"per_process"` if processes provide their own rows.

@@ -43,7 +43,6 @@ class Fused:
         bias: The bias, `(features,)`, or `None`.
         factors: The sizes that the features are reshaped to.
         ends: The operations that separate them.
-        product: The product.
         scales: Scales and zero points, `(..., features)`, of a quantized kernel.
     """
 

@@ -41,13 +41,11 @@ class Projection:
     as a matrix, what is summed over by what is not, of which a byte has two values in a row.
 
     Attributes:
-        layer: The layer.
         kernel: Its stored kernel.
         sizes: The sizes of the kernel's dimensions.
         ins: The dimensions that are summed over.
         outs: The dimensions that become features of the output.
         experts: The dimensions that input and output have too.
-        bias: The bias, or `None`.
         bias_dims: For every dimension of the bias, the kernel dimension it belongs to.
         output_dims: The same for the last dimensions of the output.
     """
@@ -166,8 +164,6 @@ class TensorPlan:
     """Decides for every weight of a model that tensor parallelism has a rule for.
 
     Args:
-        model: A built model.
-        mesh: The mesh.
         axes: The mesh axes that split weights.
         min_size: A projection without a partner is not split if it has fewer elements.
     """

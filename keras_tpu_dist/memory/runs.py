@@ -132,7 +132,6 @@ class Run:
     """Equal blocks, each of which gets its input from the one before.
 
     Attributes:
-        blocks: The blocks, in order.
         carried: From the position of an input to that of the output of the previous block.
     """
 

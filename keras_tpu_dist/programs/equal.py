@@ -50,8 +50,6 @@ class Equal:
     """An executable of an equal program.
 
     Args:
-        compiled: The executable.
-        key: The key of this program.
         program: The program itself, for arrays that are split differently.
     """
 
@@ -115,9 +113,6 @@ def key_of(
     """The key with which a program finds the executable of an equal one.
 
     Args:
-        program: A `jax.jit` function.
-        args: Its arguments.
-        mesh: The devices that it is for.
         options: The options with which it is compiled.
 
     Returns:

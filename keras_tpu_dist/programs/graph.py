@@ -90,11 +90,7 @@ class Equation:
 
 @dataclass(eq=False, repr=False)
 class Graph:
-    """A program.
-
-    Attributes:
-        operations: Its operations, in order.
-    """
+    """A program."""
 
     inputs: list[Atom]
     operations: list[Equation]

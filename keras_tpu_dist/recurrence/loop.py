@@ -40,10 +40,8 @@ class Loop:
     """How a recurrence runs: everything that is known before the arrays.
 
     Args:
-        cell: The arithmetic of one step.
         product: How matrix products are computed.
         sequences: Whether to return the states after all steps, or only the last.
-        reverse: Whether time runs backwards.
         directions: 2 to run a forward and a backward recurrence in the same loop.
         keep: Whether the backward pass gets the activations' inputs from the forward pass (more
             memory) or rebuilds them (one more product).

@@ -218,7 +218,6 @@ class DescribedValue:
     """The description of one replica's value that all processes get.
 
     Attributes:
-        shape: Its shape.
         checksum: The checksum of its elements; `0` if no other process has this replica.
     """
 

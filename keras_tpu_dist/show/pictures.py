@@ -122,8 +122,6 @@ class TensorPicture(Picture):
     title.
 
     Attributes:
-        shape: Its shape.
-        pieces: Its pieces, in order.
         axes: One entry per dimension: the mesh axes that split it.
         note: A warning about the layout, or `""`.
     """

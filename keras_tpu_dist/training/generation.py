@@ -96,7 +96,6 @@ def generate_program(
         model: See `generate_step`.
         placer: See `generate_step`.
         stop_token_ids: See `generate_step`.
-        compiler_options: Options for XLA; `None` for its defaults.
     """
     replicated = named_sharding(placer.mesh)
 

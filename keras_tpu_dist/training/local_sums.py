@@ -232,7 +232,6 @@ class Total:
 
     Attributes:
         scope: The layer whose gradient it is, for profiles.
-        shape: Its shape.
     """
 
     scope: str

@@ -38,10 +38,8 @@ class StepLoop:
     `Training`, `Evaluation` and `Prediction` define a launch.
 
     Args:
-        trainer: The model.
         turns: The threads that run the model, and the arrays of its state.
         placer: Transfers batches to the mesh and trims them in the program.
-        compiler_options: Options for XLA; `None` for its defaults.
 
     Attributes:
         kind: Keras's name for the step: `"train"`, `"test"` or `"predict"`.
@@ -123,7 +121,6 @@ class StepLoop:
         """Yields placed batches and their steps, to launch one after the other.
 
         Args:
-            iterator: The input.
             skipped: How many steps of this call ran before training was interrupted.
         """
         # Another thread's call may have other batches, and its own number of steps.
@@ -254,12 +251,7 @@ class Training(StepLoop):
     """Train steps, with the requests of callbacks and a guard for the state.
 
     Args:
-        trainer: The model.
-        turns: The threads that run the model, and the arrays of its state.
-        placer: Transfers batches to the mesh and trims them in the program.
-        guard: Keeps the training state.
         fit: The requests of callbacks to the fit.
-        compiler_options: Options for XLA; `None` for its defaults.
     """
 
     kind = "train"

@@ -83,7 +83,6 @@ def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
     """The layout of a recipe, on a mesh.
 
     Args:
-        recipe: The result of `layout_recipe`.
         mesh: A mesh, in any form that `TPUStrategy` takes.
     """
     if not isinstance(recipe, tuple):

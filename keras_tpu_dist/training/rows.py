@@ -29,7 +29,6 @@ class BatchSizes:
     step.
 
     Args:
-        placer: Transfers the batches.
         name: The step and its model, for messages.
     """
 
@@ -44,7 +43,6 @@ class BatchSizes:
         """Transfers a host batch.
 
         Args:
-            batch: The batch.
             iterator: The input that it is of; `None` for `train_on_batch` and the like.
         """
         if not self._placer.pads_rows:

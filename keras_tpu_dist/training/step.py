@@ -184,7 +184,6 @@ def step_of(
     """A step of a model, to be called uncompiled or as a program.
 
     Args:
-        trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
         placer: Trims batches in the program.
         donate: Whether a train step consumes its input state.
@@ -208,13 +207,7 @@ def jitted_step(
     """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
 
     Args:
-        trainer: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-        placer: Trims batches in the program.
-        donate: Whether a train step consumes its input state.
         scanned: Whether the batch is a stack, with one batch for every step.
-        mask: See `step_of`.
-        compiler_options: Options for XLA; `None` for its defaults.
 
     Returns:
         A function that is compiled for every shape of batch; a `Jitted`. After evaluation and

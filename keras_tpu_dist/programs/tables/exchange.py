@@ -31,11 +31,7 @@ _MULTIPLIER = np.uint32(2654435769)
 
 @dataclass(frozen=True)
 class TableSplit:
-    """How a table and the ids that look it up are split.
-
-    Attributes:
-        shape: The table's shape.
-    """
+    """How a table and the ids that look it up are split."""
 
     mesh: Mesh
     rows: tuple[str, ...]
@@ -406,7 +402,6 @@ class Updates:
         """The new state of one device.
 
         Args:
-            routes: The `Route` of each lookup.
             numbers: Other inputs of the update, such as the learning rate.
         """
         lookups, split = self._lookups, self._split

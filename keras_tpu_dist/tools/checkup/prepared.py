@@ -98,9 +98,6 @@ def on_one_device(
 ) -> Callable[[State, list], tuple[list, Any]]:
     """Steps of stock Keras on one device, one after the other.
 
-    Args:
-        device: A `jax.Device` of this process.
-
     Returns:
         A function from a state and the batch of every step to the steps' outputs, and the state
         after the last.

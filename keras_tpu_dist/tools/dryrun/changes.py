@@ -249,11 +249,7 @@ def _recurrent(layers: list) -> Iterator[tuple[str, float]]:
 
 
 def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
-    """The changes that bring most, by counts.
-
-    Args:
-        levers: What could be changed.
-    """
+    """The changes that bring most, by counts."""
     if run.mode != "train" or run.limit_bytes is None or run.cost is None or not run.memory:
         return ()
     room = run.limit_bytes * _FILLED

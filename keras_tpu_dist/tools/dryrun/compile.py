@@ -87,7 +87,6 @@ class How:
     """How a step is compiled. See `dry_run`.
 
     Args:
-        effort: `"quick"` or `"exact"`.
         timeout: Seconds after which a compilation is stopped.
         thorough: Whether to compile a program near the memory limit again at full effort, and one
             that does not fit for a larger slice, to see what needs the memory.

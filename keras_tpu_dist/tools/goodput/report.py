@@ -218,7 +218,6 @@ class _Run:
     """Adds up the lines of a file.
 
     Attributes:
-        seconds: The seconds by phase.
         clock: The end of the counted time, in seconds since 1970.
     """
 

@@ -51,7 +51,6 @@ class Shape:
     """One array of an instruction's result.
 
     Args:
-        dtype: XLA's name, as in `"bf16"`.
         memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
         layout: Its layout in memory, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
             slowest, and the tiles that it is made of.

@@ -186,7 +186,6 @@ class _Start:
 
     Args:
         devices: Simulated devices per process; `None` for the devices of this machine.
-        attempt: The number of this start, from 1.
         again: Whether there may be another start, so that it need not wait for the errors of all
             processes.
     """

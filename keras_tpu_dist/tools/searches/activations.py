@@ -76,7 +76,6 @@ def batch_origins(shape: Sequence[int], rows: int) -> Origins:
     """The origins of the dimensions of a model's input.
 
     Args:
-        shape: Its shape.
         rows: The number of rows in the batch; they are the first dimension.
     """
     batch = frozenset([BATCH])
@@ -220,7 +219,6 @@ class TracedProgram:
     """A trace divided into values and operations.
 
     Attributes:
-        operations: Its operations, in order.
         outputs: Its results; `None` for constants.
     """
 

@@ -27,11 +27,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model.
-
-    Attributes:
-        shape: Its shape.
-    """
+    """A weight of a model."""
 
     shape: tuple[int, ...]
     itemsize: int

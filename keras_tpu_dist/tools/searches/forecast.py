@@ -242,7 +242,6 @@ class Ring:
     """A gradient that is computed piece by piece.
 
     Attributes:
-        moved_bytes: The bytes that they move.
         laid_out_bytes: Bytes of an operand that is copied to another layout for them.
     """
 
