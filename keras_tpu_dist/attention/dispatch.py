@@ -37,16 +37,8 @@ def xla_attention(
 
     `jax.nn.dot_product_attention` is the same computation, but has no soft cap and refuses values
     that are wider or narrower than the keys. If a row's mask hides every key, the row weighs all
-    keys equally, as there and in Keras.
-
-    Args:
-        query: `(batch, time, heads, width)`.
-        key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
-        value: `(batch, source, kv_heads, value_width)`.
-        bias: Broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
-        mask: Boolean, broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
-        is_causal: Whether query `i` sees only keys `0..i`.
-        soft_cap: `cap * tanh(logits / cap)` before the bias is added, or `None`.
+    keys equally, as there and in Keras. The arguments are those of `dot_product_attention`; `bias`
+    and `mask` have rank 4.
 
     Returns:
         `(batch, time, heads, value_width)` in the dtype of `query`.

@@ -274,11 +274,7 @@ class KerasDirectory(CheckpointReader):
         return self.steps
 
     def manifest(self, step: int, name: str = "") -> Manifest:
-        """The manifest of a step's checkpoint.
-
-        Raises:
-            CheckpointError: If it cannot be read.
-        """
+        """See `CheckpointReader`."""
         with checkpoint_errors(self.directory, "read", step):
             tree = orbax().PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
         arrays: dict[str, list[Saved]] = {kind: [] for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS)}

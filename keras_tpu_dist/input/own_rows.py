@@ -28,8 +28,6 @@ class OwnRowsPlacer(BatchPlacer):
     divisible by a process's parts, they are padded, and the compiled program joins the true rows.
 
     Args:
-        data_axes: The mesh axes that split the batch.
-        batch_axis: The batch dimension. See `BatchPlacer`.
         shards: Which rows of a batch every process provides.
     """
 
@@ -94,12 +92,7 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
 
     def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
-        """The outputs of `predict` for this process's rows.
-
-        Args:
-            outputs: A structure of arrays, with the rows of all processes.
-            stacked: Whether these are several batches, stacked along a first dimension.
-        """
+        """See `BatchPlacer`."""
         filled = next((slot.filled for slot in batch.slots if slot.filled is not None), None)
         if filled is None:
             return outputs
@@ -162,8 +155,6 @@ def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: 
     """The placer for a kind of input.
 
     Args:
-        data_axes: The mesh axes that split the batch.
-        batch_axis: The batch dimension. See `BatchPlacer`.
         source: `"global"`, or `"per_process"` if processes provide their own rows.
     """
     if source == "global" or named_sharding(mesh).is_fully_addressable:

@@ -17,13 +17,7 @@ MOST_COMPILES = 8
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch that fits, and how it was found.
-
-    Args:
-        batch_size: Rows of all devices together; 0 if not even the smallest fits.
-        run: The dry run of that batch, or of the smallest one if none fits.
-        tried: Batch size, whether it fits, and bytes on one device (0 if unknown), in order.
-    """
+    """The largest batch that fits, and how it was found. See `LargestBatch`."""
 
     batch_size: int
     run: DryRun
