@@ -216,15 +216,16 @@ SIZES = (
     {"rows": 64, "width": 2048},
     {"rows": 96, "width": 2048},
     {"rows": 64},
+    {"rows": 48},
+    {"rows": 48, "width": 2048},
 )
 
 
 def sizes(effort, overlap):
     """Prints which way takes less time for several sizes, and what the rule chooses."""
-    print(
-        "| rows, sizes | tokens | kernels | gathered | exchanged | chosen | slower than the other |"
-    )
-    print("| - | - | - | - | - | - | - |")
+    header = "rows, sizes", "tokens", "kernels that are waited for", "gathered", "exchanged"
+    header += ("chosen", "slower than the other")
+    print(f"| {' | '.join(header)} |\n|{' - |' * len(header)}")
     for size in SIZES:
         (gathered, asked), (exchanged, _) = (
             gshard_run("fsdp", False, way, effort, overlap, **size) for way in (False, True)

@@ -29,10 +29,11 @@ from keras_tpu_dist.programs.partitioner.places import constrained
 
 # (experts, features, units)
 _RANK = 3
-# How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
-# byte of kernels twice and to sum it up, if devices wait for every all-to-all. With ASYNCHRONOUS,
-# both take the same (`python benchmarks/experts.py sizes [--overlap]`).
-_EXCHANGE_FACTOR = 2
+# How much longer it takes to exchange a byte of tokens, twice in each direction, than a step takes
+# longer for a byte of kernels that it gathers twice and sums up, most of it beside products, if
+# devices wait for every all-to-all. With ASYNCHRONOUS, both take the same. Fitted to what the
+# compiler says of both ways for 15 shapes (`python benchmarks/experts.py sizes [--overlap]`).
+_EXCHANGE_FACTOR = 2.5
 # By libtpu's default devices wait. It is not ours either: for some tables on v5e:8x8 the compiler
 # says "Async all-to-all not supported on limited ICI", and refuses the program.
 ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all"
@@ -225,7 +226,15 @@ class _Exchange:
             if not any(id(result) in self._experts for result in operation.results):
                 sent |= {id(v): v for v in operation.operands if id(v) in self._experts}
         tokens_bytes = sum(map(_bytes, sent.values())) / axis_size(self._mesh, self._rows)
-        return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())), overlapped)
+        return is_shorter(tokens_bytes, sum(map(self._added, kernels.values())), overlapped)
+
+    def _added(self, kernel: Atom) -> float:
+        """Bytes of a kernel that a step waits for: of as many experts as there are devices.
+
+        If a device has several experts, the others' kernels are gathered while these multiply.
+        """
+        dim, key = self._kernels[id(kernel)]
+        return _bytes(kernel) * min(1, axis_size(self._mesh, self._axes[key]) / kernel.shape[dim])
 
     def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         if operation not in self.products:

@@ -420,10 +420,11 @@ class DryRun(Page):
             return (
                 f"not known: at effort {self.effort}, no published {self._of} is bound by {e.bound}"
             )
-        if self.effort == "exact":
-            return f"{spread.span} of that: {spread.programs}"
-        times = span_text(e.step * spread.low, e.step * spread.high, duration_text)
-        return f"{times}: {spread.programs}"
+        span = f"{spread.span} of that"
+        if self.effort != "exact":
+            span = span_text(e.step * spread.low, e.step * spread.high, duration_text)
+        error = f", mean error {spread.error:.1%} (leave one out)" if spread.error else ""
+        return f"{span}: {spread.programs}{error}"
 
     def _rates(self) -> Iterator[tuple[str, str]]:
         """Numbers derived from the time of a step, as ranges like the time itself."""
