@@ -15,7 +15,8 @@ from keras_tpu_dist.hardware.compiler_options import options_for
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES
-from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner import Jitted, exchanges
+from keras_tpu_dist.programs.partitioner.branches import choosing_axes
 from keras_tpu_dist.tools.checkup.bounds import largest
 from keras_tpu_dist.tools.dryrun.worker import parts
 from keras_tpu_dist.tools.hlo.parse import parse
@@ -30,8 +31,8 @@ _ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 class Replayed:
     """A compiled function that runs libtpu's program."""
 
-    def __init__(self, program, mesh):
-        self._program, self._mesh = program, mesh
+    def __init__(self, owner, args, mesh):
+        self._owner, self._program, self._mesh = owner, owner.program(*args), mesh
         self._compiled = {}
 
     def __call__(self, *args):
@@ -59,7 +60,13 @@ class Replayed:
         options = {**options, DISABLED_PASSES: ",".join(passes)}
         lowered = jax.jit(exported.call, keep_unused=True).lower(*given, **named)
         compiled = lowered.compile(compiler_options=options)
-        text = runnable(parse(whole_text(compiled)), there.size)
+        text, taken = whole_text(compiled), choosing_axes(self._program.trace(*args).jaxpr)
+        if exchanges.exchanged_in_branches(text, dict(there.shape), taken):
+            # As `Jitted` itself does with what its compiler made.
+            assert not exchanges.rows_are_whole(), "rows are exchanged in a branch"
+            with exchanges.whole_rows():
+                return Replayed(self._owner, args, self._mesh)._made(args)
+        text = runnable(parse(text), there.size)
         program = Simulated(text, parts(compiled, exported, list(there.devices.flat)))
         return functools.partial(self._run, program, exported, laid)
 
@@ -102,6 +109,6 @@ def instead_of_cpu():
     def replayed(self, kind, args):
         if self._mesh.size == 1 or jax.process_count() > 1:
             return launched(self, kind, args)
-        return Replayed(self.program(*args), self._mesh)
+        return Replayed(self, args, self._mesh)
 
     Jitted._equal_or_own = replayed

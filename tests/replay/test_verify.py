@@ -234,6 +234,25 @@ def test_models_are_equal(build, mesh, layout, topology, rows, mode):
 
 
 @pytest.mark.slow
+def test_a_program_that_would_exchange_rows_in_a_branch_is_not_the_one_that_is_verified():
+    """libtpu's loops of products send rows around in the second layer's branch: a hang."""
+
+    def assigned():
+        x = keras.Input((7,))
+        one = ktd.assign(layers.Dense(16, "relu"), 0)(x)
+        other = ktd.assign(keras.Sequential([layers.Dense(8), layers.Dense(16)]), 1)(x)
+        model = keras.Model(x, layers.Dense(4)(layers.Add()([one, other])))
+        model.compile("adam", "mse")
+        return model
+
+    mesh = {"data": 2, "sequence": 2, "model": 2}
+    found = ktd.verify(assigned, strategy(mesh, None, "v5e:2x4"), batch_size=8, timeout=300)
+    assert found.equal, found
+    run = ktd.dry_run(assigned, strategy(mesh, None, "v5e:2x4"), batch_size=8)
+    assert not [c for c in run.cost.collectives if c.kind == "collective-permute"]
+
+
+@pytest.mark.slow
 def test_a_built_model_is_verified_with_its_own_values_and_not_changed():
     model = mlp()
     x = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")

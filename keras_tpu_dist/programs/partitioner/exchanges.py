@@ -1,5 +1,6 @@
 """Finds exchanges of a partitioned program within branches that only some devices take."""
 
+import contextlib
 import contextvars
 import functools
 import re
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.programs.device_groups import replica_groups
 
@@ -39,10 +41,27 @@ def with_whole_rows(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def whole(*args):
-        with setting(_whole_rows, True):
+        with whole_rows():
             return function(*args)
 
     return whole
+
+
+def whole_rows() -> contextlib.AbstractContextManager[bool]:
+    """A context in which branches are traced with whole rows."""
+    return setting(_whole_rows, True)
+
+
+def check_no_exchange(text: str, sizes: Mapping[str, int], taken: frozenset[str]) -> None:
+    """Raises a `ValueError` if devices would wait for ever. See `exchanged_in_branches`."""
+    found = exchanged_in_branches(text, sizes, taken)
+    if found:
+        raise value_error(
+            "In an assigned layer, devices must not exchange data with devices that skip it.",
+            received=f"a layer in whose branch of the program there is: {found[0][:300]}",
+            fix="Remove the assignment with keras_tpu_dist.assign(layer, None), or assign inner "
+            "layers that have no shard_map of their own.",
+        )
 
 
 def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[str]) -> list[str]:

@@ -9,7 +9,6 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.phases import BUILD, phase
 from keras_tpu_dist.programs.equal import EXECUTABLES, Equal, key_of
 from keras_tpu_dist.programs.jaxprs import (
@@ -20,6 +19,7 @@ from keras_tpu_dist.programs.jaxprs import (
     with_equations,
     with_inputs,
 )
+from keras_tpu_dist.programs.partitioner import exchanges
 from keras_tpu_dist.programs.partitioner.debugging import checked
 from keras_tpu_dist.programs.partitioner.places import in_compiled_code
 from keras_tpu_dist.programs.partitioner.spread import Axes, spec_axes
@@ -105,7 +105,7 @@ class Jitted:
         key = None if held else key_of(program, args, self._mesh, self._options)
         if key is not None and (compiled := EXECUTABLES.find(key)) is not None:
             return Equal(compiled, key, lambda *args: self._without_hangs(args)(*args))
-        program = self._programs[kind] = self._without_hangs(args)
+        program = self._programs[kind, False] = self._without_hangs(args)
         if key is not None and not isinstance(program, _Holding):
             # `jax.jit` caches the executable, so the following call does not compile again.
             EXECUTABLES.add(key, program.lower(*args).compile())
@@ -125,7 +125,7 @@ class Jitted:
         Args:
             *args: The function's arguments; `kind_of` decides which of them share a program.
         """
-        kind = self._kind_of(*args)
+        kind = self._kind_of(*args), exchanges.rows_are_whole()
         program = self._programs.get(kind)
         if program is None:
             program = self._programs[kind] = self._repaired_or_plain(args)
@@ -137,15 +137,17 @@ class Jitted:
         # Imported late, because a program on one device needs no repairs.
         from keras_tpu_dist.programs.partitioner.branches import RowsExchanged
 
+        if exchanges.rows_are_whole():
+            return self._with_whole_rows(args)
         try:
             return self._repaired(self._plain, args)
         except RowsExchanged:
             return self._with_whole_rows(args)
 
     def _with_whole_rows(self, args: tuple) -> Callable:
-        from keras_tpu_dist.programs.partitioner.exchanges import with_whole_rows
-
-        return self._repaired(jax.jit(with_whole_rows(self._function), **self._options), args)
+        return self._repaired(
+            jax.jit(exchanges.with_whole_rows(self._function), **self._options), args
+        )
 
     def _without_hangs(self, args: tuple) -> Callable:
         """The program to launch, in which no branch waits for devices in another one."""
@@ -153,21 +155,19 @@ class Jitted:
         if self._mesh.size == 1:
             return program
         from keras_tpu_dist.programs.partitioner.branches import choosing_axes
-        from keras_tpu_dist.programs.partitioner.exchanges import exchanged_in_branches
 
         axes = choosing_axes(program.trace(*args).jaxpr)
         if not axes:
             return program
 
-        def exchanged(program: Any) -> list[str]:
+        def compiled(program: Any) -> str:
             # `jax.jit` caches the executable, so the following call does not compile again.
-            text = program.lower(*args).compile().as_text()
-            return exchanged_in_branches(text, dict(self._mesh.shape), axes)
+            return program.lower(*args).compile().as_text()
 
-        if exchanged(program):
+        sizes = dict(self._mesh.shape)
+        if exchanges.exchanged_in_branches(compiled(program), sizes, axes):
             program = self._with_whole_rows(args)
-            if found := exchanged(program):
-                raise ValueError(_hangs(found))
+            exchanges.check_no_exchange(compiled(program), sizes, axes)
         return program
 
     def _repaired(self, plain: Any, args: tuple) -> Callable:
@@ -267,15 +267,6 @@ def _spans_processes(constant: Any) -> bool:
     """Whether JAX takes an array only as an argument."""
     is_array = isinstance(constant, jax.Array)
     return is_array and not (constant.is_fully_addressable or constant.is_fully_replicated)
-
-
-def _hangs(exchanges: list[str]) -> str:
-    return message(
-        "In an assigned layer, devices must not exchange data with devices that skip it.",
-        received=f"a layer in whose branch of the program there is: {exchanges[0][:300]}",
-        fix="Remove the assignment with keras_tpu_dist.assign(layer, None), or assign inner "
-        "layers that have no shard_map of their own.",
-    )
 
 
 def shapes_of(*args: Any) -> Hashable:

@@ -36,6 +36,8 @@ from keras_tpu_dist.programs.jaxprs import (
     with_equations,
     with_inner_jaxprs,
 )
+from keras_tpu_dist.programs.partitioner import exchanges
+from keras_tpu_dist.programs.partitioner.branches import choosing_axes
 from keras_tpu_dist.tools.dryrun.changes import Levers, levers_of
 from keras_tpu_dist.tools.dryrun.inputs import (
     Inputs,
@@ -77,6 +79,23 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class WholeRows:
+    """A step of which every device that computes an assigned layer has all rows.
+
+    It is for a compiler that would exchange rows in the layer's branch; see `Jitted`.
+
+    Args:
+        program: As that of `Lowered`.
+        taken: The axes of the mesh that choose the branches.
+        kernels: The equations of its hand-written kernels.
+    """
+
+    program: bytes
+    taken: frozenset[str]
+    kernels: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Lowered:
     """A step ready for a compiler.
 
@@ -100,6 +119,7 @@ class Lowered:
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
         levers: What could be changed, for training.
+        whole: The step with whole rows, if it has assigned layers.
     """
 
     mode: str
@@ -128,6 +148,14 @@ class Lowered:
     calibration: Calibration | None = None
     launch: "Launch | None" = None
     levers: Levers | None = None
+    whole: "WholeRows | None" = None
+
+    def without_exchange(self, text: str) -> "Lowered | None":
+        """The step with whole rows, if a compiler's program exchanges some in a branch."""
+        whole = self.whole
+        if whole is None or not exchanges.exchanged_in_branches(text, dict(self.axes), whole.taken):
+            return None
+        return replace(self, program=whole.program)
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates."""
@@ -205,7 +233,7 @@ def lower(
         flops = _flops(model, batch, mode, notes)
         return Lowered(
             mode=mode,
-            program=pickle.dumps(_keras.without_vjp(exported)),
+            program=pickled(exported),
             donate=donate,
             axes=tuple(strategy.mesh.shape.items()),
             devices=tuple(strategy.mesh.devices.flat),
@@ -225,6 +253,7 @@ def lower(
             tokens_loop=loop,
             levers=levers_of(model, strategy, batch, steps) if mode == "train" else None,
             launch=_launch(program, state, placed, exported, batch) if to_run else None,
+            whole=whole_rows_of(lambda: program, (state, placed), platform, exported),
             **of_platform(strategy, platform),
         )
 
@@ -473,6 +502,35 @@ def _launch(
     return Launch(shapes, placed, returned, kernels_of(step, (state, placed), exported))
 
 
+def whole_rows_of(
+    step: Callable[[], Callable], arguments: tuple, platform: str, exported: jax.export.Exported
+) -> WholeRows | None:
+    """A step with whole rows, `None` if it has no assigned layers.
+
+    Args:
+        step: Returns the step, traced anew.
+        exported: The step as it is tried first.
+    """
+    if exchanges.ONE_DEVICE.encode() not in exported.mlir_module_serialized:
+        return None
+    state, placed = arguments
+    taken = choosing_axes(_traced_anew(step(), arguments))
+    with exchanges.whole_rows():
+        program = step()
+        again = export_step(program, state, placed, platform, [])
+        return WholeRows(pickled(again), taken, kernels_of(program, arguments, again))
+
+
+def pickled(exported: jax.export.Exported) -> bytes:
+    """A program for another process."""
+    return pickle.dumps(_keras.without_vjp(exported))
+
+
+def _traced_anew(program: Callable, arguments: tuple) -> Any:
+    """The jaxpr of a program, which `jax.jit` has not traced before."""
+    return jax.jit(lambda *given: program(*given)).trace(*arguments).jaxpr
+
+
 def kernels_of(
     program: Callable, arguments: tuple, exported: jax.export.Exported
 ) -> tuple[Any, ...]:
@@ -488,7 +546,7 @@ def kernels_of(
 
     if b"tpu_custom_call" not in exported.mlir_module_serialized:
         return ()
-    return tuple(kernels(jax.jit(program).trace(*arguments).jaxpr))
+    return tuple(kernels(_traced_anew(program, arguments)))
 
 
 def export_step(

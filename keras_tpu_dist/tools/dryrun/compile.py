@@ -191,6 +191,8 @@ def compile_lowered(
             warn_of_refused(found.refused_options, where)
         return found
     result, log = run_compiler(lowered, job, timeout, where)
+    if (whole := lowered.without_exchange(result.get("text", ""))) is not None:
+        result, log = run_compiler(whole, job_of(whole, effort, topology), timeout, where)
     error = result.get("error")
     refused = result.get("refused_options", {})
     if topology is None:  # a larger slice's compiler need not be reported

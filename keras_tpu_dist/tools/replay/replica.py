@@ -1,7 +1,6 @@
 """Verify replica code: the TPU compiler's program for `strategy.run`, beside the CPU's program."""
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +10,18 @@ import jax
 import jax.extend.core
 import numpy as np
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.checkup.bounds import State, allowed
-from keras_tpu_dist.tools.dryrun.build import Lowered, export_step, kernels_of, of_platform
+from keras_tpu_dist.tools.dryrun.build import (
+    Lowered,
+    export_step,
+    kernels_of,
+    of_platform,
+    pickled,
+    whole_rows_of,
+)
 from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
 from keras_tpu_dist.tools.replay.report import Verification
 from keras_tpu_dist.tools.replay.run import (
@@ -107,16 +112,17 @@ def lowered_run(
 ) -> tuple[Lowered, tuple[Any, ...]]:
     """A launch of `run`, ready for the compiler, and its hand-written kernels."""
     there = strategy.on_topology(topology, dict(strategy.mesh.shape))
-    program = run.program(*arguments)
-    # The program within the `jax.jit`: that may have the user's options for the compiler.
-    traced = jax.extend.core.jaxpr_as_fun(program.trace(*arguments).jaxpr)
+
+    def step() -> Callable:
+        # The program within the `jax.jit`: that may have the user's options for the compiler.
+        traced = jax.extend.core.jaxpr_as_fun(run.program(*arguments).trace(*arguments).jaxpr)
+        return lambda *given: traced(*jax.tree.leaves(given))
+
     notes: list[str] = []
-    exported = export_step(
-        lambda *given: traced(*jax.tree.leaves(given)), arguments[0], arguments[1], "tpu", notes
-    )
+    exported = export_step(step(), arguments[0], arguments[1], "tpu", notes)
     lowered = Lowered(
         mode="run",
-        program=pickle.dumps(_keras.without_vjp(exported)),
+        program=pickled(exported),
         donate=False,
         axes=tuple(there.mesh.shape.items()),
         devices=tuple(there.mesh.devices.flat),
@@ -130,9 +136,10 @@ def lowered_run(
         ready_bytes=0,
         seconds=0.0,
         notes=tuple(notes),
+        whole=whole_rows_of(step, arguments, "tpu", exported),
         **of_platform(there, "tpu"),
     )
-    return lowered, kernels_of(program, arguments, exported)
+    return lowered, kernels_of(run.program(*arguments), arguments, exported)
 
 
 def _expected(run: Any, arguments: tuple, names: dict[str, list[str]], half: bool) -> Expected:
