@@ -83,6 +83,7 @@ PACKAGES = {
         "memory",
         "programs",
         "programs.head",
+        "programs.partitioner",
         "show",
         "tools.hlo",
         "training",
