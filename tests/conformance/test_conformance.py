@@ -45,8 +45,12 @@ def test_a_sample_of_each_kind_equals_one_device(pattern):
 @pytest.mark.parametrize(
     "pattern",
     # libtpu alone joins rows wrongly: see the last section of docs/xla_partitioner.md.
-    ["operation pad/reflect_both on (8|4x2), ", "layer Embedding/one on 2x2x2, ragged"],
-    ids=lambda pattern: pattern.split()[0],
+    [
+        "operation pad/reflect_both on (8|4x2), ",
+        "layer Embedding/one on 2x2x2, ragged",
+        "layer StackedRNNCells/step on 4x2, ragged, tensor_parallel",
+    ],
+    ids=lambda pattern: pattern.split()[1],
 )
 def test_programs_of_the_tpu_equal_one_device(pattern, monkeypatch):
     pytest.importorskip("libtpu", reason="needs libtpu")

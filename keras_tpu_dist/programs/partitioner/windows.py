@@ -14,6 +14,10 @@ from keras_tpu_dist.programs.partitioner.spread import Spread
 def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether an operation is one that XLA gets wrong along a split dimension."""
     wrong = _WRONG[equation.primitive.name]
+    if equation.primitive.name == "concatenate" and any(
+        size % mesh.size for size in equation.outvars[0].aval.shape
+    ):
+        return True
     return any(wrong(equation, d, mesh.size) for d in _dimensions(equation))
 
 
@@ -25,7 +29,27 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     dimensions over the same axes too. If one of those may be split (the rows of pooled images), it
     should stay so, and only layouts are constrained.
     """
-    return whole_along(equation, spread, _WRONG[equation.primitive.name])
+    whole = whole_along(equation, spread, _WRONG[equation.primitive.name])
+    return _joined_apart(equation, spread) if whole is None else whole
+
+
+def _joined_apart(equation: Any, spread: Spread) -> list | None:
+    """A join of arrays of its own along a split dimension, `None` if no part is uneven.
+
+    libtpu makes it the largest of arrays with minus infinity around each, and then takes one of
+    these where zeros are padded around the same array, as in the gradient of a split.
+    """
+    if equation.primitive.name != "concatenate":
+        return None
+    atoms, along = [*equation.invars, *equation.outvars], equation.params["dimension"]
+    is_split = any(spread.axes(atom, along) for atom in atoms)
+    if not is_split or not any(spread.uneven(a, d) for a in atoms for d in _dimensions(equation)):
+        return None
+
+    def joined(*arrays):
+        return equation.primitive.bind(*jax.lax.optimization_barrier([*arrays]), **equation.params)
+
+    return replacement(equation, joined)
 
 
 def whole_along(
