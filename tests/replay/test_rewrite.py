@@ -58,6 +58,25 @@ def test_a_bitcast_sees_tiles():
     np.testing.assert_array_equal(ran(text, [[x]])[0][0], x.ravel())
 
 
+def test_rows_of_a_buffer_are_written_one_further_in_it():
+    """XLA's CPU compiler reads what it has just written, if rows are cut out of tiles before."""
+    tiled, flat = "f32[4,2,8]{2,1,0:T(2,128)}", "f32[8,8]{1,0:T(8,128)}"
+    text = program(
+        [tiled],
+        "%one = f32[] constant(1)",
+        f"%ones = {tiled} broadcast(%one), dimensions={{}}",
+        f"%y = {tiled} add(%p0, %ones)",
+        f"%whole = {flat} bitcast(%y)",
+        "%rows = f32[7,8]{1,0:T(8,128)} bitcast(%y)",
+        "%at = s32[] constant(1)",
+        "%zero = s32[] constant(0)",
+        f"ROOT %moved = {flat} dynamic-update-slice(%whole, %rows, %at, %zero)",
+    )
+    x = np.arange(64, dtype="float32").reshape(4, 2, 8)
+    rows = x.reshape(8, 8) + 1
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], np.concatenate([rows[:1], rows[:-1]]))
+
+
 def in_bytes(array, order, tiles):
     """An array's elements in the order of its bytes, with zeros between them."""
     array = np.transpose(array, order)

@@ -309,10 +309,33 @@ class _Steps:
         filled, paired, _, order = _cut_dims(dims, tile)
         self.transpose(np.argsort(order).tolist(), paired)
         self.reshape(filled)
-        longer = [*[1] * (len(filled) - len(dims)), *dims]
-        cuts = ", ".join(f"[0:{size}]" for size in longer)
-        self._add(longer, f"slice({self.last}), slice={{{cuts}}}")
+        self.first([*[1] * (len(filled) - len(dims)), *dims])
         self.reshape(dims)
+
+    def first(self, dims: Sequence[int]) -> None:
+        """The first elements along each dimension."""
+        cuts = ", ".join(f"[0:{size}]" for size in dims)
+        self._add(dims, f"slice({self.last}), slice={{{cuts}}}")
+
+
+def _is_leading_rows(source: Shape, result: Shape) -> bool:
+    """Whether a result has the first rows of an array, whose rows are one after the other.
+
+    Tiles would say the same. But XLA's CPU compiler writes these rows into the same buffer while it
+    reads them, if both are reshaped, padded and cut on the way.
+    """
+    (tiles, flat), (others, ordered) = (
+        (_tiles(shape), [shape.dims[d] for d in _order(shape)]) for shape in (source, result)
+    )
+    if source.dtype != result.dtype or not len(tiles) == len(others) == 1:
+        return False
+    if min(map(len, (flat, ordered, tiles[0], others[0]))) < 2 or tiles[0][-1] != others[0][-1]:
+        return False
+    is_one_column = flat[-1] == ordered[-1] <= tiles[0][-1]
+    has_no_gap = flat[-2] % tiles[0][-2] == 0
+    is_whole = len(ordered) == 2 or ordered[-2] % others[0][-2] == 0
+    fewer = math.prod(ordered) < math.prod(flat)
+    return is_one_column and has_no_gap and is_whole and fewer
 
 
 @dataclass
@@ -559,6 +582,10 @@ class _Rewriter:
             tuple(flat), _tiles(source), tuple(ordered), _tiles(result)
         ):
             steps.converted(result.dtype, flat)
+            steps.reshape(ordered)
+        elif _is_leading_rows(source, result):
+            steps.reshape([math.prod(flat[:-1]), flat[-1]])
+            steps.first([math.prod(ordered[:-1]), flat[-1]])
             steps.reshape(ordered)
         else:
             for tile in _tiles(source):
