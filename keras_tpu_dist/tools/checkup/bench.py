@@ -178,9 +178,11 @@ def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
     """
     first = array(0)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback(
-        (mesh.size, *first.shape), sharding, lambda index: array(index[0].start or 0)[None]
-    )
+
+    def row(index: Any) -> np.ndarray:
+        return array(index[0].start or 0)[None]
+
+    return jax.make_array_from_callback((mesh.size, *first.shape), sharding, row)
 
 
 def rows_of(array: jax.Array) -> dict[int, np.ndarray]:
