@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -130,7 +131,11 @@ def assign_in_groups(
 
 def _return_freed_memory() -> None:
     """Makes glibc return freed memory: Orbax reads in many threads, each with a malloc arena."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-        if trim is not None:
-            trim(0)
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    # musl has none.
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
