@@ -14,10 +14,11 @@ from keras_tpu_dist.programs.partitioner.spread import Spread
 def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether an operation is one that XLA gets wrong along a split dimension."""
     wrong = _WRONG[equation.primitive.name]
-    if equation.primitive.name == "concatenate" and any(
-        size % mesh.size for size in equation.outvars[0].aval.shape
-    ):
-        return True
+    if equation.primitive.name == "concatenate":
+        # What is joined may be uneven where the whole is not.
+        atoms = [*equation.invars, *equation.outvars]
+        if any(size % mesh.size for atom in atoms for size in atom.aval.shape):
+            return True
     return any(wrong(equation, d, mesh.size) for d in _dimensions(equation))
 
 
