@@ -92,7 +92,7 @@ class Timeline:
 _timelines: contextvars.ContextVar[tuple[Timeline, ...]] = contextvars.ContextVar(
     "timelines", default=()
 )
-_listeners: list[Callable[[int], None]] = []
+step_listeners: list[Callable[[int], None]] = []
 
 
 def count(timeline: Timeline) -> None:
@@ -146,15 +146,10 @@ def waited_for_input(seconds: float) -> None:
 
 def on_step(listener: Callable[[int], None]) -> None:
     """Sets a function that is called after every launch of a fit, and before its first."""
-    _listeners.append(listener)
-
-
-def has_step_listener() -> bool:
-    """Whether such a function is set."""
-    return bool(_listeners)
+    step_listeners.append(listener)
 
 
 def at_step(step: int) -> None:
     """Announces the current step."""
-    for listener in _listeners:
+    for listener in step_listeners:
         listener(step)

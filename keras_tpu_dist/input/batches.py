@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any
@@ -74,12 +74,27 @@ class PlacedBatch:
 
 
 @dataclass(frozen=True)
-class _PlacementPlan:
+class PlacementPlan:
+    """The layouts of the arrays of all batches of one structure and equal shapes.
+
+    Attributes:
+        slots: The layout of every array.
+        paddings: How many rows each array gets, so that its shards are equal.
+        shardings: The sharding of every array.
+        rows: The number of rows; 0 if batches are not padded to the rows of others.
+        others: The other sizes, the dtypes and the structure.
+    """
+
     slots: tuple[Slot, ...]
     paddings: tuple[int, ...]
     shardings: tuple[NamedSharding, ...]
     rows: int = 0
     others: Hashable = None
+
+    @functools.cached_property
+    def is_padded(self) -> bool:
+        """Whether an array is padded."""
+        return any(self.paddings)
 
 
 class BatchPlacer:
@@ -109,7 +124,7 @@ class BatchPlacer:
         self.num_shards = math.prod(mesh.shape[name] for name in data_axes)
         self.sequence_axis = sequence_axis(mesh, data_axes)
         self._replicated = named_sharding(mesh)
-        self._plans: dict[Any, _PlacementPlan] = {}
+        self._plans: dict[Any, PlacementPlan] = {}
 
     @functools.cached_property
     def device_set(self) -> set:
@@ -138,37 +153,36 @@ class BatchPlacer:
         ids = np.arange(self.num_shards, dtype=np.int32)
         return put([ids], [self.by_replica])[0]
 
-    def place(
-        self, batch: Any, longer: Callable[[int, Hashable], int | None] | None = None
-    ) -> PlacedBatch:
+    def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded if its rows are not divisible.
-
-        Args:
-            longer: A function of the number of rows, and of the other sizes and the structure. It
-                returns the rows to pad it to, with its last one, or `None` for the fewest.
 
         Raises:
             ValueError: If an array has no rows, does not have the declared batch axis or is not
                 numeric, or if the arrays differ in their number of rows.
         """
-        leaves, treedef, plan = self._planned(batch)
+        return self.place_planned(*self.planned(batch))
+
+    def place_planned(
+        self, leaves: list, treedef: Any, plan: PlacementPlan, rows: int | None = None
+    ) -> PlacedBatch:
+        """Transfers the arrays of a host batch, as `planned` returns them.
+
+        Args:
+            rows: The rows to pad it to, with its last one, or `None` for the fewest.
+        """
         slots = plan.slots
-        rows = longer(plan.rows, plan.others) if longer is not None and plan.rows else None
         if rows is not None:
             slots = tuple(
                 slot if slot.axis is None else replace(slot, rows=leaf.shape[slot.axis])
                 for leaf, slot in zip(leaves, slots, strict=True)
             )
-        leaves = [
-            self._padded(leaf, slot, padding, rows)
-            for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings, strict=True)
-        ]
+        if rows is not None or plan.is_padded:
+            leaves = [
+                self._padded(leaf, slot, padding, rows)
+                for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings, strict=True)
+            ]
         arrays = put(leaves, plan.shardings)
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots, rows is not None)
-
-    def rows_of(self, batch: Any) -> int:
-        """The number of rows of a host batch; 0 for one that is not padded to those of others."""
-        return self._planned(batch)[2].rows
 
     def _padded(self, leaf: Any, slot: Slot, padding: int, rows: int | None) -> Any:
         if slot.axis is None or (not padding and rows is None):
@@ -187,7 +201,7 @@ class BatchPlacer:
             The batches stacked along a new first dimension, with the slots of one of them; or
             `None` if they differ in structure or shape, or cannot be stacked.
         """
-        planned = [self._planned(batch) for batch in batches]
+        planned = [self.planned(batch) for batch in batches]
         leaves, treedef, plan = planned[0]
         if any(other is not plan or tree != treedef for _, tree, other in planned):
             return None
@@ -220,10 +234,10 @@ class BatchPlacer:
         Raises:
             ValueError: If `place` raises it.
         """
-        leaves, treedef, plan = self._planned(batch)
+        leaves, treedef, plan = self.planned(batch)
         split = self.num_shards > 1 or self.sequence_axis is not None
         whole = split and self.num_shards != self.mesh.size
-        if whole or any(plan.paddings):
+        if whole or plan.is_padded:
             log_once(
                 "not compiled (run_eagerly, or a layer that Keras does not compile): batches are "
                 "whole on every device, since "
@@ -294,7 +308,7 @@ class BatchPlacer:
         Raises:
             ValueError: If `place` raises it.
         """
-        leaves, treedef, _ = self._planned(batch)
+        leaves, treedef, _ = self.planned(batch)
         return jax.tree.unflatten(treedef, leaves)
 
     def trim(self, batch: PlacedBatch) -> Any:
@@ -402,7 +416,8 @@ class BatchPlacer:
         ]
         return jax.lax.concatenate(parts, axis)
 
-    def _planned(self, batch):
+    def planned(self, batch: Any) -> tuple[list, Any, PlacementPlan]:
+        """The arrays of a host batch, their structure, and how they are placed."""
         leaves, treedef = flatten(batch)
         leaves = [leaf if isinstance(leaf, ARRAYS) else np.asarray(leaf) for leaf in leaves]
         # A sparse array is a leaf too, but replicated, unlike a dense one of its shape.
@@ -423,7 +438,7 @@ class BatchPlacer:
                 plan = self._plans[key] = replace(plan, rows=rows, others=others)
         return leaves, treedef, plan
 
-    def _make_plan(self, batch, leaves) -> _PlacementPlan:
+    def _make_plan(self, batch, leaves) -> PlacementPlan:
         names = element_names(batch)
         axes = axes_by_array(self.batch_axis, batch)
         slots, paddings = [], []
@@ -442,4 +457,4 @@ class BatchPlacer:
             paddings.append(padding)
         self.log_if_whole(batch, slots)
         shardings = tuple(self.sharding(slot.axis, slot.time) for slot in slots)
-        return _PlacementPlan(tuple(slots), tuple(paddings), shardings)
+        return PlacementPlan(tuple(slots), tuple(paddings), shardings)

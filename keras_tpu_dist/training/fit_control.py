@@ -54,11 +54,6 @@ class FitControl:
         self.step: int | None = None
         self._drawn_with: dict[str, Any] | None = None
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether a callback observes launches."""
-        return bool(self.on_launch) or phases.has_step_listener()
-
     def counts_from(self, step: int) -> None:
         """Records the number of train steps in the model's life, before the first launch."""
         self.step = step

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist._keras import StateGroup
+from keras_tpu_dist.common import phases
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.processes import watch as peers
@@ -62,6 +63,8 @@ class StepLoop:
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._sizes = BatchSizes(placer, f"the {self.kind} step of model {trainer.name!r}")
         self._programs: dict[Any, Callable] = {}
+        # Transfers a host batch, of an iterator, or of `*_on_batch` with `None`.
+        self._place = self._sizes.place if self._compiled else self._placed_eagerly
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
         """Launches the next steps.
@@ -98,9 +101,12 @@ class StepLoop:
     def _launch(self, groups: Any, batch: PlacedBatch, steps: int) -> Any:
         """Runs the program; afterwards the groups and the variables hold the new state."""
         state = tuple(group.values for group in groups)
-        program = self._programs.get((steps > 1, None)) or self._made_program(steps > 1)
+        kind = steps > 1, None, batch.is_longer
+        program = self._programs.get(kind) or self._made_program(*kind)
         outputs, changes = program(state, batch)
-        self._note_launch(outputs)
+        if not self._placer.is_local:
+            # Until its outputs are ready, this process may wait for the others' launches.
+            peers.launched(outputs)
         changes = changed(state, changes)
         with self._turns.lock:
             # A callback may run the model and change its variables; the fit continues from those.
@@ -134,12 +140,6 @@ class StepLoop:
         several = functools.partial(self._several, most, iterator)
         return iterator.launches(min(wanted(), most - skipped), place, several, wanted)
 
-    def _place(self, iterator: DeviceIterator | None, batch: Any) -> PlacedBatch:
-        """Transfers a host batch, of an iterator or of `*_on_batch`."""
-        if not self._compiled:
-            return self._placer.place_eagerly(batch)
-        return self._sizes.place(batch, iterator)
-
     def _wanted(self, most: int) -> int:
         """How many of this number of steps may run."""
         return most
@@ -154,17 +154,12 @@ class StepLoop:
 
         def many(batches: list) -> PlacedBatch | None:
             stacked = self._placer.place_many(batches)
-            if stacked is not None and self._placer.pads_rows:
-                iterator.rows_before = self._placer.rows_of(batches[0])
+            if stacked is not None:
+                self._sizes.follow(iterator, batches[0])
             return stacked
 
         place = functools.partial(self._place, iterator)
         return in_stacks(batches, length, place, many)
-
-    def _note_launch(self, outputs: Any) -> None:
-        """Until its outputs are ready, this process may wait for the others' launches."""
-        if not self._placer.is_local:
-            peers.launched(outputs)
 
     def _look(self) -> None:
         """Lets an outer fit look for signals, if all of its processes run this launch."""
@@ -172,14 +167,23 @@ class StepLoop:
         if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
             look()
 
-    def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None = None) -> Callable:
+    def _made_program(
+        self, scanned: bool, mask: tuple[bool, ...] | None = None, longer: bool = False
+    ) -> Callable:
         """The program for one step or several, which later launches reuse."""
-        make = self._jitted if self._compiled else self._eager
-        program = self._programs[scanned, mask] = make(scanned, mask)
+        kind = scanned, mask, longer
+        if longer:
+            own = self._programs.get((scanned, mask, False)) or self._made_program(scanned, mask)
+            program = self._shared(own, mask)
+        elif self._compiled:
+            program = self._jitted(scanned, mask)
+        else:
+            program = self._eager(scanned, mask)
+        self._programs[kind] = program
         return program
 
     def _jitted(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
-        own = jitted_step(
+        return jitted_step(
             self._trainer,
             self.kind,
             self._placer,
@@ -188,14 +192,17 @@ class StepLoop:
             mask=mask,
             compiler_options=self._compiler_options,
         )
-        if scanned or not self._placer.pads_rows:
-            return own
+
+    def _shared(self, own: Any, mask: tuple[bool, ...] | None) -> Callable:
         step = step_of(self._trainer, self.kind, self._placer, self._donates, mask)
 
         def compiled(function: Callable) -> Callable:
-            return step.compiled(function, scanned, self._compiler_options)
+            return step.compiled(function, False, self._compiler_options)
 
         return RowsAsData(own, compiled, self._sizes, returns_rows=self.kind == "predict")
+
+    def _placed_eagerly(self, iterator: DeviceIterator | None, batch: Any) -> PlacedBatch:
+        return self._placer.place_eagerly(batch)
 
     def _eager(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
         step = step_of(self._trainer, self.kind, self._placer)
@@ -298,7 +305,7 @@ class Training(StepLoop):
             fit.reads(iterator)
         if fit.batches_to_skip:
             skipped = self._skip(iterator)
-        if fit.is_watched and fit.step is None:
+        if fit.step is None and (fit.on_launch or phases.step_listeners):
             fit.counts_from(_keras.train_steps_counted(self._trainer.optimizer))
         for batch, steps in self._launches(iterator, skipped):
             logs, ran = self._launch(groups, batch, steps), True
@@ -319,14 +326,15 @@ class Training(StepLoop):
         # `groups` are the lists that Keras made when its loop began, `self._variables` the objects.
         # Between launches the arrays are the truth: variables get them when somebody reads.
         watch = self._fit.watch
-        kind = steps > 1, None if watch is None else watch.mask
+        kind = steps > 1, None if watch is None else watch.mask, batch.is_longer
         program = self._programs.get(kind) or self._made_program(*kind)
         with self._turns.lock:
             state = self._newest(groups)
             if watch is not None:
                 state = (*state, watch.health_on(self._placer.mesh))
             outputs, state = self._guard.launch(program, state, batch)
-            self._note_launch(outputs)
+            if not self._placer.is_local:
+                peers.launched(outputs)
             _keras.follow_state(self._variables, state)
             if not self._guard.kept:
                 self._turns.buffers.made([v for group in state[:4] for v in group])

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import jax
@@ -39,15 +38,31 @@ class BatchSizes:
         # Why batches are not padded to more rows than they need.
         self._reason = ""
 
-    def place(self, batch: Any, iterator: DeviceIterator | None = None) -> PlacedBatch:
+    def place(self, iterator: DeviceIterator | None, batch: Any) -> PlacedBatch:
         """Transfers a host batch.
 
         Args:
             iterator: The input that it is of; `None` for `train_on_batch` and the like.
         """
-        if not self._placer.pads_rows:
-            return self._placer.place(batch)
-        return self._placer.place(batch, partial(self._longer, iterator))
+        placer = self._placer
+        if not placer.pads_rows:
+            return placer.place(batch)
+        leaves, treedef, plan = placer.planned(batch)
+        if not plan.rows:
+            return placer.place_planned(leaves, treedef, plan)
+        before = 0 if iterator is None else iterator.rows_before
+        if iterator is not None:
+            iterator.rows_before = plan.rows
+        known = self._known.setdefault(plan.others, {})
+        if plan.rows not in known:
+            alone = iterator is None or iterator.num_batches == 1
+            known[plan.rows] = self._longer(plan.rows, known, before, alone)
+        return placer.place_planned(leaves, treedef, plan, known[plan.rows])
+
+    def follow(self, iterator: DeviceIterator, batch: Any) -> None:
+        """Notes the rows of a host batch that ran in a launch of several steps."""
+        if self._placer.pads_rows:
+            iterator.rows_before = self._placer.planned(batch)[2].rows
 
     def no_use(self, reason: str, rows: int) -> None:
         """Notes that the step shares no program, so that a batch was padded for nothing."""
@@ -55,18 +70,14 @@ class BatchSizes:
             self._reason = reason
         self._note(f"{rows} rows")
 
-    def _longer(self, iterator: DeviceIterator | None, rows: int, others: Hashable) -> int | None:
-        before = 0 if iterator is None else iterator.rows_before
-        if iterator is not None:
-            iterator.rows_before = rows
-        known = self._known.setdefault(others, {})
-        if rows not in known:
-            alone = iterator is None or iterator.num_batches == 1
-            chosen = None if self._reason else self._chosen(rows, known, before, alone)
-            known[rows] = None if chosen == rows else chosen
-            if known[rows] is None:
-                self._note(f"{rows} rows")
-        return known[rows]
+    def _longer(
+        self, rows: int, known: dict[int, int | None], before: int, alone: bool
+    ) -> int | None:
+        chosen = None if self._reason else self._chosen(rows, known, before, alone)
+        if chosen not in (None, rows):
+            return chosen
+        self._note(f"{rows} rows")
+        return None
 
     def _chosen(
         self, rows: int, known: dict[int, int | None], before: int, alone: bool
@@ -95,7 +106,7 @@ class BatchSizes:
 
 
 class RowsAsData:
-    """A step, and its programs for longer batches, in which the number of rows is data.
+    """The programs of a step for longer batches, in which the number of rows is data.
 
     Args:
         own: The step, which is compiled for each number of rows.
@@ -118,8 +129,6 @@ class RowsAsData:
 
     def __call__(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
         """Runs the step."""
-        if not batch.is_longer:
-            return self._own(state, batch)
         kind = _kind(batch)
         launch = self._launches.get(kind)
         if launch is None:

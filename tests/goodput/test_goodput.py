@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(45, 4)).astype("float32")
 def counting(tmp_path, monkeypatch):
     """A recorder of this thread, as `initialize` begins it under `launch --goodput`."""
     monkeypatch.setattr(recorder, "_recorder", None)
-    monkeypatch.setattr(phases, "_listeners", [])
+    monkeypatch.setattr(phases, "step_listeners", [])
     monkeypatch.setattr(recorder.atexit, "register", lambda function: None)
     monkeypatch.setattr(recorder, "process_began", time.time)
 

@@ -266,7 +266,7 @@ def test_a_childs_child_that_holds_the_output_costs_seconds_once(odd, monkeypatc
 
 
 def test_a_step_that_cannot_be_noted_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(phases, "_listeners", [])
+    monkeypatch.setattr(phases, "step_listeners", [])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     (tmp_path / "0.step").symlink_to("/dev/full")
     monkeypatch.setenv("KTD_REPORT", str(tmp_path / "0"))
