@@ -130,6 +130,8 @@ from keras_tpu_dist._keras.structure import slots_of_optimizer as slots_of_optim
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import to_snake_case as to_snake_case
+from keras_tpu_dist._keras.structure import variables_of as variables_of
+from keras_tpu_dist._keras.structure import weights_by_training as weights_by_training
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.structure import without_distribution as without_distribution

@@ -50,6 +50,29 @@ def own_variables(layer: Any) -> list:
     return [variable for variable in found if isinstance(variable, keras.Variable)]
 
 
+def weights_by_training(layer: Any) -> tuple[list, list]:
+    """The trainable and the non-trainable variables of a layer, in one walk through its layers.
+
+    Keras walks through all of them for each of the two properties.
+    """
+    kind = type(layer)
+    if (
+        kind.trainable_variables is not keras.Layer.trainable_variables
+        or kind.non_trainable_variables is not keras.Layer.non_trainable_variables
+    ):
+        return list(layer.trainable_variables), list(layer.non_trainable_variables)
+    variables = layer.variables
+    if not layer.trainable:
+        return [], variables
+    return [v for v in variables if v.trainable], [v for v in variables if not v.trainable]
+
+
+def variables_of(layer: Any) -> list:
+    """The variables of a layer in the order of `stateless_call`: the trainable ones first."""
+    trainable, others = weights_by_training(layer)
+    return trainable + others
+
+
 _TAKES = {"mask": "_call_has_mask_arg", "training": "_call_has_training_arg"}
 
 

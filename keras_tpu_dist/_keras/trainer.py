@@ -20,6 +20,7 @@ from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.generation import generates
 from keras_tpu_dist._keras.seam import Replacement
+from keras_tpu_dist._keras.structure import weights_by_training
 from keras_tpu_dist._keras.variables import OWNER, claim
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import runtime_error
@@ -691,7 +692,8 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
 
 def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
     """The variables of a step function's state, in Keras's order."""
-    return tuple(list(_group(model, name)) for name in _GROUPS[kind])
+    others = [list(_group(model, name)) for name in _GROUPS[kind][2:]]
+    return (*weights_by_training(model), *others)
 
 
 def values_of(variables: list) -> list:

@@ -36,7 +36,7 @@ def tokens_are_sent_to(model: Any) -> frozenset[int]:
         banks = banks_of(layer)
         if not banks:
             continue
-        variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+        variables = _keras.variables_of(layer)
         number = {id(variable): n for n, variable in enumerate(variables)}
         try:
             flow = flow_of(layer, variables)

@@ -271,7 +271,7 @@ def explain_model(
     slots: dict[int, list] = {}
     for slot, weight in placement.slots:
         slots.setdefault(id(weight), []).append(slot)
-    weights = [*model.trainable_variables, *model.non_trainable_variables]
+    weights = _keras.variables_of(model)
     rows = tuple(_row(v, slots.get(id(v), []), placement, mesh) for v in weights)
     outputs = tuple(
         OutputRow(path, layout, _reason_of_output(path, placement))

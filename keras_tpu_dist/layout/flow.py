@@ -468,7 +468,7 @@ def traced_call(layer: Any) -> Any:
     Raises:
         NotTraced: If the shapes it was built for are not known, or its call fails.
     """
-    variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+    variables = _keras.variables_of(layer)
     try:
         given = _arguments(layer)
     except Exception as error:  # from the recorded shapes

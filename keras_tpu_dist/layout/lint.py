@@ -162,7 +162,7 @@ def log_report(report: LintReport) -> None:
 
 
 def _weights(model) -> list:
-    return [*model.trainable_variables, *model.non_trainable_variables]
+    return _keras.variables_of(model)
 
 
 def _paths(model) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import jax
 from jax.sharding import Mesh
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import (
     Axes,
     axis_size,
@@ -225,7 +226,7 @@ class Planner:
             The plan. Every split dimension in it is divisible by its axes.
         """
         check_model(model, "Planner.plan")
-        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        variables = _keras.variables_of(model)
         stored, model_axes = state_axes(mesh, data_axes), _model_axes(mesh, data_axes)
         tensor: dict[int, Decision] = {}
         if self.kind != "fsdp" and model_axes:

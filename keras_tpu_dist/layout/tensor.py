@@ -182,6 +182,7 @@ class TensorPlan:
         self._feeding: set[int] = set()
         # From ids of kernels to the reason why no call shows what follows them.
         self._untraced: dict[int, str] = {}
+        self._projections: dict[int, Projection | None] = {}
         layers = list(_keras.flatten_layers(model))
         self._by_flow(layers)
         for layer in layers:
@@ -207,7 +208,7 @@ class TensorPlan:
                 continue
             if len(open_here) < 2 and _keras.graph(layer) is not None:
                 continue
-            variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+            variables = _keras.variables_of(layer)
             try:
                 flow = flow_of(layer, variables, called.get(id(layer)))
             except NotTraced as error:
@@ -235,7 +236,7 @@ class TensorPlan:
         experts."""
         found = set()
         for layer in layers:
-            projection = projection_of(layer)
+            projection = self._projections[id(layer)] = projection_of(layer)
             if isinstance(layer, _ATTENTION) or _gates(layer):
                 found.update(id(variable) for variable in layer.variables)
             elif (
@@ -291,9 +292,9 @@ class TensorPlan:
             self._attention(layer)
         elif _keras.stored_weight(layer, "embeddings") is not None:
             self._embedding(layer)
-        elif _gates(layer):
-            self._recurrent(layer, _gates(layer))
-        elif (projection := projection_of(layer)) is not None:
+        elif gates := _gates(layer):
+            self._recurrent(layer, gates)
+        elif (projection := self._projections[id(layer)]) is not None:
             if id(projection.kernel) not in self.decisions:
                 self._projection(projection)
             else:
@@ -561,7 +562,7 @@ class TensorPlan:
 
 def _multiplies(layer, weight) -> bool:
     """Whether a layer's call multiplies by a weight, or might, if it cannot be traced."""
-    variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+    variables = _keras.variables_of(layer)
     try:
         flow = flow_of(layer, variables)
     except NotTraced:

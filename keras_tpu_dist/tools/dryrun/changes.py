@@ -185,7 +185,7 @@ def _plan(model: Any, strategy: Strategy) -> tuple[str, int]:
     else:
         planner, name = layout, ""
     plan = planner.plan(model, strategy.mesh, strategy.data_axes)
-    stored = [(v, v) for v in (*model.trainable_variables, *model.non_trainable_variables)]
+    stored = [(v, v) for v in _keras.variables_of(model)]
     slots = [(slot, weight) for _, slot, weight in _keras.optimizer_slots(model)]
     stored += slots
     split = {id(slot) for slot, _ in slots}

@@ -79,7 +79,7 @@ class DescribedModel:
     def __init__(self, model: keras.Model, batch: tuple, strategy: TPUStrategy):
         self._model, self._batch, self._strategy = model, batch, strategy
         self.name = model.name
-        self._weights = [*model.trainable_variables, *model.non_trainable_variables]
+        self._weights = _keras.variables_of(model)
 
     def facts(self, rows: int, policies: Sequence[str | None]) -> Facts:
         """Traces the forward pass."""
