@@ -66,7 +66,7 @@ class Replayed:
             assert not exchanges.rows_are_whole(), "rows are exchanged in a branch"
             with exchanges.whole_rows():
                 return Replayed(self._owner, args, self._mesh)._made(args)
-        text = runnable(parse(text), there.size)
+        text = runnable(parse(text), range(there.size))
         program = Simulated(text, parts(compiled, exported, list(there.devices.flat)))
         return functools.partial(self._run, program, exported, laid)
 

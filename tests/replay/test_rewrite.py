@@ -17,7 +17,7 @@ from keras_tpu_dist.tools.replay.rewrite import runnable
 def ran(text, arguments, number=1, **options):
     """The results of a program on the first devices; arguments are one array for each device."""
     devices = jax.devices()[:number]
-    executable = compiled_replicas(runnable(parse(text), number, **options), devices)
+    executable = compiled_replicas(runnable(parse(text), range(number), **options), devices)
     mesh = jax.sharding.Mesh(
         np.array(devices), ("replica",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -172,7 +172,7 @@ def test_a_part_in_the_bytes_of_a_whole_is_the_whole_again():
     x = np.arange(8 * 24, dtype="float32").reshape(8, 24)
     np.testing.assert_array_equal(ran(narrowed(), [[x]])[0][0], x)
     with pytest.raises(CannotRun, match="it does not have the bytes of its operand"):
-        runnable(parse(narrowed("%other")), 1)
+        runnable(parse(narrowed("%other")), [0])
 
 
 def test_packed_truth_values_are_words():
@@ -182,7 +182,7 @@ def test_packed_truth_values_are_words():
         "ROOT %c = pred[13]{0:T(512)(128)(4,1)} bitcast(%b)",
     )
     x = np.arange(13) % 3 == 0
-    assert "u8" in runnable(parse(text), 1)
+    assert "u8" in runnable(parse(text), [0])
     # Back from the words, elements are where they were.
     np.testing.assert_array_equal(ran(text, [[x]])[0][0], x)
 
@@ -320,7 +320,7 @@ def test_what_is_unknown_is_an_error_that_names_it(line, why):
         line = line.replace("T(128)", "T(512)")
         text = text.replace("%x = f32[3]{0:T(128)}", "%x = f32[3]{0:T(512)}")
     with pytest.raises(CannotRun) as error:
-        runnable(parse(text), 1)
+        runnable(parse(text), [0])
     said = str(error.value)
     assert why in said
     assert "must have a counterpart on simulated devices" in said

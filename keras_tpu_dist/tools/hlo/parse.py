@@ -29,6 +29,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _MESH_ORDER = ", device_ids="
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _INTEGER = re.compile(r"-?\d+")
 
 LANES = 128
@@ -262,10 +263,15 @@ class Computation:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program: its computations by name, and the one that runs first."""
+    """A compiled program: its computations by name, and the one that runs first.
+
+    Attributes:
+        num_partitions: The devices of one slice, if the program says it.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
+    num_partitions: int | None = None
     sizes: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     # Integers that were read, so that what is read twice at each level is not read 2^levels times.
     integers: dict[Any, int | None] = field(default_factory=dict, compare=False, repr=False)
@@ -306,7 +312,8 @@ def parse(text: str) -> Program:
             received={"text": text[:80]},
             fix="Pass compiled.as_text().",
         )
-    return Program(computations, entry)
+    partitions = _PARTITIONS.search(text.partition("\n")[0])
+    return Program(computations, entry, int(partitions[1]) if partitions else None)
 
 
 def size_of(program: Program, computation: Computation) -> int:

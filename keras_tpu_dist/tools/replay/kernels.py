@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.tools.hlo.parse import Instruction, Shape
-from keras_tpu_dist.tools.replay.rewrite import InterpretedKernel, Interpreter, cannot_run
+from keras_tpu_dist.tools.replay.errors import cannot_run
+from keras_tpu_dist.tools.replay.rewrite import InterpretedKernel, Interpreter
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "bool": "pred"}
 _REFERENCES = re.compile(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from keras_tpu_dist.hardware.versions import TPU_FAULTS
+from keras_tpu_dist.tools.replay.errors import CannotRun
 from keras_tpu_dist.tools.replay.report import Row, WrongPass
-from keras_tpu_dist.tools.replay.rewrite import CannotRun
 
 # module_0004.jit_call.cl_1.0063.the-pipeline.after_the-pass.before_the-next.txt
 _DUMP = re.compile(r"\.(\d+)\.[^/]*?\.?after_([^/]+?)\.before_([^/]+?)\.txt$")

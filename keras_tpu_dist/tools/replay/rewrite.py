@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.tools.hlo.collectives import groups_of
+from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.tools.hlo.collectives import Groups, groups_of, replica_groups
 from keras_tpu_dist.tools.hlo.parse import (
     Computation,
     Instruction,
@@ -32,6 +32,8 @@ from keras_tpu_dist.tools.hlo.parse import (
     end_of_value,
     shapes_of,
 )
+from keras_tpu_dist.tools.replay import slices
+from keras_tpu_dist.tools.replay.errors import cannot_run
 
 KERNEL = "tpu_custom_call"
 
@@ -91,10 +93,6 @@ _MOST_COMPARED = 2**22
 _FLOATS = ("bf16", "f16", "f32", "f64")
 
 
-class CannotRun(ValueError):
-    """A program has something that cannot be run on simulated devices."""
-
-
 @dataclass(frozen=True)
 class InterpretedKernel:
     """A computation that replaces a hand-written kernel."""
@@ -111,22 +109,9 @@ def _no_kernels(instruction: Instruction, operands: list[Shape]) -> InterpretedK
     raise cannot_run(instruction, "it is a hand-written kernel")
 
 
-def cannot_run(instruction: Instruction, why: str) -> CannotRun:
-    """An error that names an operation."""
-    return CannotRun(
-        message(
-            "Every operation of the TPU's program must have a counterpart on simulated devices.",
-            received=f"{instruction!r}"[:400]
-            + f": {why}"
-            + (f" (from {instruction.op_name})" if instruction.op_name else ""),
-            fix="Leave the layer that it comes from out of the model to verify the rest.",
-        )
-    )
-
-
 def runnable(
     program: Program,
-    num_devices: int,
+    devices: Sequence[int],
     *,
     kernels: Interpreter = _no_kernels,
     as_on_chip: bool = False,
@@ -136,17 +121,19 @@ def runnable(
     Args:
         program: The program of the TPU compiler, finished or as it is after one of the passes
             behind the partitioner.
+        devices: The ids of the devices, in the order of the mesh. The program of several slices
+            is that of one, which runs on all of them.
         kernels: Returns the computation to use for a hand-written kernel.
         as_on_chip: Whether products of float32 round their operands to bfloat16 where the chip
             does, which is where the program asks for no other precision.
 
     Returns:
-        HLO for `num_devices` replicas.
+        HLO for as many replicas.
 
     Raises:
         CannotRun: If it has something that is not known.
     """
-    return _Rewriter(program, num_devices, kernels, as_on_chip).text()
+    return _Rewriter(program, tuple(devices), kernels, as_on_chip).text()
 
 
 def attributes_of(instruction: Instruction) -> dict[str, str]:
@@ -341,10 +328,21 @@ def _is_leading_rows(source: Shape, result: Shape) -> bool:
 @dataclass
 class _Rewriter:
     program: Program
-    num_devices: int
+    devices: tuple[int, ...]
     kernels: Interpreter
     as_on_chip: bool
     texts: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.num_devices = len(self.devices)
+        # of one slice
+        self.partitions = self.program.num_partitions or self.num_devices
+        if self.num_devices % self.partitions:
+            raise value_error(
+                "Every slice must run the whole of a program for several.",
+                received={"devices": self.num_devices, "partitions": self.partitions},
+                fix="Pass all devices of all slices.",
+            )
 
     def text(self) -> str:
         written = [
@@ -377,7 +375,7 @@ class _Rewriter:
         elif opcode == "fusion":
             yield from self._fusion(computation, instruction)
         elif opcode == "partition-id":
-            yield f"%{name} = u32[] replica-id()"
+            yield from self._place(name, "remainder")
         elif opcode == "replica-id":  # partitions of one replica, until here
             yield f"%{name} = u32[] constant(0)"
         elif opcode == "custom-call":
@@ -388,6 +386,12 @@ class _Rewriter:
             yield from self._of_one_dtype(computation, instruction)
         elif opcode in _MOVES:
             yield from self._moved(computation, instruction)
+        elif opcode in ("send", "recv") and slices.key_of(instruction):
+            yield f"%{name} = token[] after-all()"
+        elif opcode in ("send-done", "recv-done") and slices.key_of(
+            computation.operands(instruction)[0]
+        ):
+            yield from self._exchanged(computation, instruction)
         elif opcode == "all-reduce" and not self._is_reduced(instruction):
             yield from self._reduced_by_pairs(instruction)
         elif opcode in _ONE_BY_ONE:
@@ -637,18 +641,55 @@ class _Rewriter:
         """Who takes part, written out, and what else a collective is given."""
         found = attributes_of(instruction)
         if "source_target_pairs" in found:
-            groups = f"source_target_pairs={found['source_target_pairs']}"
+            pairs = self._in_all_slices(replica_groups(found["source_target_pairs"], 0))
+            groups = f"source_target_pairs={pairs}"
         else:
-            listed = ",".join(
-                f"{{{_listed(group)}}}" for group in groups_of(instruction, self.num_devices)
-            )
-            groups = f"replica_groups={{{listed}}}"
+            groups = f"replica_groups={self._groups(instruction)}"
         rest = [
             f"{name}={text}"
             for name, text in found.items()
             if name not in {*_DROPPED, "replica_groups", "source_target_pairs"}
         ]
         return ", ".join([groups, *rest])
+
+    def _groups(self, instruction: Instruction) -> str:
+        return self._in_all_slices(groups_of(instruction, self.partitions))
+
+    def _in_all_slices(self, groups: Groups) -> str:
+        """Groups of devices of one slice, or pairs of them, written for all slices."""
+        firsts = range(0, self.num_devices, self.partitions)
+        listed = (
+            f"{{{_listed(first + device for device in group)}}}"
+            for first in firsts
+            for group in groups
+        )
+        return f"{{{','.join(listed)}}}"
+
+    def _place(self, name: str, operation: str) -> Iterator[str]:
+        """The number of a device in its slice, or of its slice."""
+        yield f"%{name}.all = u32[] replica-id()"
+        yield f"%{name}.size = u32[] constant({self.partitions})"
+        yield f"%{name} = u32[] {operation}(%{name}.all, %{name}.size)"
+
+    def _exchanged(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        """A collective between slices, computed where its result is waited for."""
+        (receives,), name = computation.operands(instruction), instruction.name
+        if instruction.opcode == "send-done":
+            yield f"%{name} = token[] after-all()"
+            return
+        key = slices.key_of(receives)
+        sends = [i for i in computation if i.opcode == "send" and slices.key_of(i) == key]
+        if len(sends) != 1:
+            raise cannot_run(receives, f"{len(sends)} operations beside it send with its key")
+        operand, *_ = computation.operands(sends[0])
+        exchange = slices.exchange_of(receives, operand.shapes[0], self.devices)
+        if exchange.before:
+            self.texts.setdefault(exchange.before, exchange.before)
+        result = _array(instruction.shapes[0])
+        computed = f"{exchange.opcode}(%{operand.name}), {exchange.attributes}"
+        yield f"%{name}.result = {result} {computed}"
+        yield f"%{name}.token = pred[] constant(false)"
+        yield f"%{name} = ({result}, pred[]) tuple(%{name}.result, %{name}.token)"
 
     def _one_by_one(
         self, computation: Computation, instruction: Instruction, opcode: str
@@ -682,9 +723,8 @@ class _Rewriter:
 
     def _reduced_by_pairs(self, instruction: Instruction) -> Iterator[str]:
         """A reduction by a computation of its own: gathered, and joined one by one."""
-        name, groups = instruction.name, groups_of(instruction, self.num_devices)
-        size = len(groups[0])
-        listed = ",".join(f"{{{_listed(group)}}}" for group in groups)
+        name, size = instruction.name, len(groups_of(instruction, self.partitions)[0])
+        groups = self._groups(instruction)
         called = attributes_of(instruction)["to_apply"]
         (wide,) = self.program.computations[called.lstrip("%")].parameters[0].shapes
         results = []
@@ -692,7 +732,7 @@ class _Rewriter:
             shape, of = instruction.shapes[place], f"%{name}.of{place}"
             one, every = (1, *shape.dims), (size, *shape.dims)
             yield f"{of}.one = {_array(shape, one)} reshape(%{operand})"
-            gather = f"all-gather({of}.one), replica_groups={{{listed}}}, dimensions={{0}}"
+            gather = f"all-gather({of}.one), replica_groups={groups}, dimensions={{0}}"
             yield f"{of}.all = {_array(shape, every)} {gather}"
             dimensions = _listed(range(len(shape.dims)))
             results.append("")
@@ -766,6 +806,8 @@ class _Rewriter:
         operands = computation.operands(instruction)
         if target == "AllocateBuffer":
             yield from _zeros(f"%{instruction.name}", *instruction.shapes)
+        elif target == "SliceId":
+            yield from self._place(instruction.name, "divide")
         elif target in _IDENTITIES:
             yield self._written(instruction, "copy", operands=f"%{operands[0].name}")
         elif target == "ZeroCrop":  # zeros behind the elements, up to whole tiles

@@ -418,9 +418,10 @@ class TPUProgram:
         Raises:
             CannotRun: If a program has an operation that is not known.
         """
-        answer, number = self._answer, len(self._lowered.devices)
+        answer, devices = self._answer, [device.id for device in self._lowered.devices]
+        number = len(devices)
         program_texts = [
-            runnable(parse(text), number, kernels=self._kernels, as_on_chip=self._as_on_chip)
+            runnable(parse(text), devices, kernels=self._kernels, as_on_chip=self._as_on_chip)
             for text in texts
         ]
         job = {
