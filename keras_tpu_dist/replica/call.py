@@ -31,8 +31,8 @@ class Leaf:
         length: The dimension of `value` that is padded to a bucket.
         source: The per-replica value whose array is `value`.
         generator: The generator, if `value` is the data of a key of `jax.random`.
-        layout: The layout of an array that all replicas get whole, if axes that split no rows split
-            it.
+        layout: The layout of an array that axes other than those of the rows split, such as a
+            sequence's.
         steps: The `Steps` whose array is `value`, if there is a different array for every step.
     """
 
@@ -158,7 +158,8 @@ class Call:
 def _of_step(leaf: Leaf, number: int) -> Leaf:
     value = leaf.steps[number] if leaf.steps is not None else leaf.value
     if isinstance(value, PerReplica):
-        return replace(leaf, value=value.array, source=value, steps=None)
+        layout = None if leaf.layout is None else _layout_of(value.array)
+        return replace(leaf, value=value.array, source=value, steps=None, layout=layout)
     return replace(leaf, value=value, steps=None)
 
 
@@ -228,6 +229,7 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
         rows=None if rows is None else rows + value.stacked,
         length=None if axis is None else axis + value.stacked,
         source=value,
+        layout=None if strategy.placer.sequence_axis is None else _layout_of(value.array),
     )
 
 
@@ -235,7 +237,8 @@ def _leaf_of_steps(steps: Steps, options: RunOptions, strategy) -> Leaf:
     described = steps.described
     if isinstance(described, PerReplica):
         leaf = _split_leaf(described, None, options, strategy)
-        return replace(leaf, value=steps.array, steps=steps)
+        layout = None if strategy.placer.sequence_axis is None else _layout_of(steps.array)
+        return replace(leaf, value=steps.array, steps=steps, layout=layout)
     return Leaf(steps.array, steps=steps)
 
 

@@ -179,6 +179,38 @@ def test_sequences_that_are_split_come_out_whole(devices):
     assert_close(strategy.gather(totals, 0), x.sum((1, 2)))
 
 
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize("form", [{"rhs_dilation": (2,)}, {"window_strides": (2,)}])
+def test_convolutions_over_split_sequences(devices, form, in_one_launch):
+    """XLA sums a gradient over the devices of a further axis too: the axes must be known."""
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 2, "model": 2}, devices=devices)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 12, 6)).astype("float32")
+    kernel = rng.normal(size=(2, 6, 8)).astype("float32")
+
+    def gradient(x):
+        def loss(kernel):
+            names = ("NWC", "WIO", "NWC")
+            form_of_keras = {"window_strides": (1,), "padding": "SAME", **form}
+            made = jax.lax.conv_general_dilated(x, kernel, dimension_numbers=names, **form_of_keras)
+            return jnp.sum(jnp.tanh(made))
+
+        return jax.grad(loss)(kernel)
+
+    def step(x):
+        return context().all_reduce("sum", gradient(x))
+
+    dataset = strategy.distribute_dataset(x, batch_size=4)
+    if in_one_launch:
+        ((steps, found),) = strategy.loop(step, dataset, steps_per_launch=2)
+        assert steps == 2
+    else:
+        found = [strategy.run(step, (batch,)) for batch in dataset][-1]
+    expected = np.asarray(gradient(x[4:]))
+    for of_replica in strategy.local_results(found):
+        assert_close(np.asarray(of_replica), expected)
+
+
 def test_reduce_of_a_value_all_replicas_share(two, devices):
     assert float(two.reduce("mean", np.float32(3), axis=None)) == 3
     assert two.reduce("sum", 0) == 0
