@@ -31,13 +31,7 @@ def compared(
 
 
 def gap(found: Any, expected: Any, least: float = LEAST) -> float:
-    """The largest difference, relative to the largest value that was expected.
-
-    Args:
-        found: What a mesh gave.
-        expected: What one device gave.
-        least: What the difference is relative to if all values are smaller.
-    """
+    """The largest difference, relative to the largest value that was expected."""
     found, expected = (np.asarray(a, np.float64) for a in (found, expected))
     assert found.shape == expected.shape, f"{found.shape} and {expected.shape}"
     assert np.all(np.isfinite(expected)), "the program itself is not finite"

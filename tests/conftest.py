@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import pathlib
@@ -82,9 +83,11 @@ def _slow_cases():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """Marks slow cases, before `-m` looks."""
+    """Marks slow cases, before `-m` looks, and what the compiler for TPUs is missing for."""
     if item.nodeid in _slow_cases():
         item.add_marker(pytest.mark.slow)
+    if item.get_closest_marker("tpu_compiler") and not importlib.util.find_spec("libtpu"):
+        item.add_marker(pytest.mark.skip(reason="needs libtpu"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,12 +18,7 @@ from processes import Finding, Worker, work_through
 
 @dataclass(frozen=True)
 class Program:
-    """One choice for every option.
-
-    Attributes:
-        seed: What it was drawn from.
-        choices: From each option's name to its value.
-    """
+    """A choice for every option, drawn from a seed."""
 
     seed: int
     choices: dict[str, Any] = field(hash=False)
@@ -45,18 +40,7 @@ def run_all(
     timeout: float = 180.0,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Runs programs in processes of their own.
-
-    Args:
-        programs: The programs.
-        script: What the processes run; see `serving.serve`.
-        processes: How many at a time.
-        timeout: Seconds after which a program counts as a hang.
-        tell: Called with each `Finding` as it comes.
-
-    Returns:
-        The findings, in no order.
-    """
+    """Runs programs in processes of their own."""
     found: list[Finding] = []
 
     def compare(worker: Worker, program: Program) -> None:
@@ -101,11 +85,7 @@ def seeds(arguments: argparse.Namespace) -> Sequence[int]:
 def run_as_asked(
     programs: Sequence[Program], script: Path, arguments: argparse.Namespace
 ) -> tuple[str, int]:
-    """Runs programs as a command's arguments say, and prints what is not right.
-
-    Returns:
-        How many programs ran, in words, and the exit code.
-    """
+    """Runs programs as arguments say and prints what is not right; words and exit code."""
 
     def tell(finding: Finding) -> None:
         if arguments.verbose or finding.outcome != "right":

@@ -180,11 +180,7 @@ def steps_of(order):
 
 
 def made(name, order, features):
-    """A model with features applied.
-
-    Raises:
-        ValueError: If a feature cannot be applied where it is.
-    """
+    """A model with features applied."""
     keras.utils.set_random_seed(3)
     model = start(name)
     for step in steps_of(order):

@@ -55,14 +55,7 @@ def groups(names, steps):
 
 
 def run(group, strategy, unrolls=UNROLLS, tolerance=1e-5):
-    """Compiles and compares one group.
-
-    Returns:
-        The number of cases.
-
-    Raises:
-        AssertionError: If a case differs.
-    """
+    """Compiles and compares one group."""
     # The weights are given later; drawing them first would take as long as all else.
     config = dict(group, kernel_initializer="zeros", recurrent_initializer="zeros")
     steps, name, masked, initial = (config.pop(k) for k in ("steps", "name", "masked", "initial"))

@@ -6,8 +6,11 @@ import pathlib
 import signal
 import sys
 
+import jax
 import keras
 import numpy as np
+
+import keras_tpu_dist as ktd
 
 TOLERANCE = 1e-5
 
@@ -30,6 +33,13 @@ def mlp():
     )
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
+
+
+def sequential(shape, *layers, optimizer="sgd", loss="mse", name=None, **options):
+    """A compiled model of layers; `shape` is that of a row, its features alone, or an `Input`."""
+    if isinstance(shape, (int, tuple)):
+        shape = keras.Input((shape,) if isinstance(shape, int) else shape)
+    return compiled(keras.Sequential([shape, *layers], name=name), optimizer, loss, **options)
 
 
 def compiled(model, *args, **options):
@@ -116,6 +126,23 @@ def results(model, x, y, predict_on=None, evaluate=True, **fit):
         "predictions": model.predict(predict_on, batch_size=32, verbose=0),
         "evaluation": model.evaluate(x, y, batch_size=32, verbose=0) if evaluate else 0.0,
     }
+
+
+def stepped(model, optimizer, inputs, loss, reduce="mean"):
+    """In replica code: a step by the gradients of `loss(outputs)`; its value and the outputs."""
+    groups = model.trainable_variables, model.non_trainable_variables
+
+    def compute(weights, others):
+        outputs, others = model.stateless_call(weights, others, inputs, training=True)
+        return loss(outputs), (outputs, others)
+
+    values = [[v.value for v in group] for group in groups]
+    (value, (outputs, others)), gradients = jax.value_and_grad(compute, has_aux=True)(*values)
+    gradients = ktd.get_replica_context().all_reduce(reduce, gradients)
+    optimizer.apply(gradients, model.trainable_variables)
+    for variable, new in zip(groups[1], others, strict=True):
+        variable.assign(new)
+    return value, outputs
 
 
 def through_conditionals(program):

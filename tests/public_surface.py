@@ -41,13 +41,7 @@ def word(*near: str) -> tuple:
 
 @dataclass(frozen=True)
 class Row:
-    """A public callable.
-
-    Args:
-        call: Calls it by its parameters.
-        right: What each parameter may be.
-        wrong: What it may not be, by parameter; a text says why all is taken.
-    """
+    """A public callable: what its parameters may be, and may not be, or why all is taken."""
 
     call: Callable[..., Any]
     right: Callable[[], dict[str, Any]] = dict

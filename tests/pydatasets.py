@@ -4,12 +4,7 @@ import keras
 
 
 class Batches(keras.utils.PyDataset):
-    """Rows of arrays, batch by batch.
-
-    Args:
-        arrays: The arrays, of equal length, or structures of them.
-        rows: For each batch its rows, as a slice or an array of indices.
-    """
+    """Rows of arrays, or of structures of them: for each batch a slice or indices."""
 
     def __init__(self, arrays, rows):
         super().__init__()

@@ -44,13 +44,7 @@ IN_OUR_FORM = re.compile(r"\. Received: .+\. .+", re.DOTALL)
 
 @dataclass(frozen=True)
 class Reader:
-    """One reader.
-
-    Args:
-        read: Reads text; whatever it raises must be in our form.
-        whole: Texts that it reads.
-        as_json: Whether they are JSON, of which parts are put in the place of others.
-    """
+    """Reads texts, given whole ones; parts of JSON are put in the place of others."""
 
     read: Callable[[str], Any]
     whole: Callable[[], list[str]]
@@ -337,13 +331,7 @@ def read_one(name: str, text: str) -> None:
 
 
 def fuzz(name: str, examples: int, seed: int | None = None) -> None:
-    """Feeds a reader.
-
-    Args:
-        name: The reader's.
-        examples: How many texts.
-        seed: Which ones; `None` for those of every run.
-    """
+    """Feeds a reader."""
     settings = hypothesis.settings(
         max_examples=examples,
         deadline=None,

@@ -1,6 +1,6 @@
 """The migration guide names only what exists and leaves nothing out; TensorFlow's names answer."""
 
-import importlib.util
+import importlib
 import inspect
 import os
 import pathlib
@@ -12,7 +12,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, loaded
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import tensorflow_names
@@ -317,11 +317,7 @@ def test_no_name_of_the_real_classes_is_missing():
 
 @pytest.mark.slow
 def test_the_example_runs(capsys):
-    specification = importlib.util.spec_from_file_location("migrate", EXAMPLE)
-    assert specification is not None
-    assert specification.loader is not None
-    example = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(example)
+    example = loaded(EXAMPLE, "migrate")
     assert example.custom_training_loop(steps=3) < 1e-5
     assert example.images_over_logical_devices() < 1e-5
     printed = capsys.readouterr().out

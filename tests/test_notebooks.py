@@ -34,7 +34,6 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
     "path", [path for path in NOTEBOOKS if path not in ON_TPU], ids=lambda path: path.stem
 )
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    pytest.importorskip("libtpu")
     pytest.importorskip("ipykernel")
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient

@@ -98,15 +98,7 @@ class StopAfter(keras.callbacks.Callback):
 
 
 def trained(feed, strategy, *callbacks, steps=1, numbers=None):
-    """The weights after a fit, and how it went.
-
-    Args:
-        feed: One of `INPUTS`.
-        strategy: The strategy, or `None` for stock Keras.
-        *callbacks: Those of the fit.
-        steps: `steps_per_execution`.
-        numbers: A seed for NumPy's and Python's random numbers, which a new process has others of.
-    """
+    """The weights after a fit, and how it went; `numbers` seeds NumPy's and Python's numbers."""
     keras.utils.set_random_seed(1)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = keras.Sequential(

@@ -1,7 +1,5 @@
 """The names the seam needs, and stock Keras unchanged where no strategy is active."""
 
-import dataclasses
-import functools
 import importlib
 import re
 import subprocess
@@ -79,40 +77,6 @@ def test_a_name_that_is_read_and_moved_is_named(name, monkeypatch):
         _keras.check_keras()
 
 
-class Base:
-    class_level = None
-
-    def __init__(self):
-        self._in_init = 0
-
-    @property
-    def public(self):
-        return self._in_property
-
-    @functools.lru_cache  # noqa: B019
-    def wrapped(self):
-        def inner():
-            return self._in_a_function_within
-
-        return inner
-
-
-@dataclasses.dataclass
-class Of(Base):
-    _field: int = dataclasses.field(default_factory=int)
-
-
-@pytest.mark.parametrize(
-    "attribute",
-    ["class_level", "_in_init", "_in_property", "_in_a_function_within", "_field"],
-)
-def test_attributes_are_found_where_a_class_says_them(attribute, monkeypatch):
-    module = importlib.import_module("keras_tpu_dist._keras.names")
-    monkeypatch.setattr(module, "at", lambda owner: Of)
-    assert _keras.Name("keras:Of", attribute, "", "").fault() is None
-    assert _keras.Name("keras:Of", "_other", "", "").fault() == "keras.Of._other is missing"
-
-
 def test_names_have_a_place_in_this_keras_or_in_the_next():
     stock = {str(name) for name in _keras.OPTIONAL if name.fault()}
     newer = {str(name) for name in _keras.OPTIONAL if name.name == "_epoch"}
@@ -156,31 +120,6 @@ def test_keras_is_as_it_was_until_there_is_a_strategy():
     assert done.returncode == 0, done.stderr
 
 
-def test_private_names_of_layers():
-    inputs = keras.Input((2,))
-    assert isinstance(keras.Model(inputs, keras.layers.Dense(1)(inputs)), _keras.Functional)
-    variable = keras.Variable(np.ones(3), dtype="float32")
-    with _keras.AutocastScope("bfloat16"):
-        assert variable.value.dtype == "bfloat16"
-        assert _keras.full_precision(variable).dtype == "float32"
-
-
-def test_arguments_of_a_call():
-    dense, lstm = keras.layers.Dense(2), keras.layers.LSTM(2)
-    assert not _keras.call_takes(dense, "mask")
-    assert not _keras.call_takes(keras.layers.Flatten(), "training")
-    assert _keras.call_takes(lstm, "mask")
-    assert _keras.call_takes(lstm, "training")
-    assert _keras.sublayers(keras.layers.TimeDistributed(dense)) == [dense]
-
-
-def test_private_names_of_variables():
-    variable = keras.Variable(np.ones(3))
-    assert _keras.variable_layout(variable) is None
-    assert variable._value is variable.value
-    assert callable(variable._direct_assign)
-
-
 def test_slots_of_every_optimizer():
     names = [
         name
@@ -198,9 +137,7 @@ def test_slots_of_every_optimizer():
         of_weights = [v for v in model.optimizer.variables if tuple(v.shape) in shapes]
         found = {id(slot): weight for _, slot, weight in _keras.optimizer_slots(model)}
         assert all(id(v) in found for v in of_weights), name
-
-
-def test_plain_sgd_has_no_slots():
+    # Plain SGD has none.
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.optimizer.build(model.trainable_variables)

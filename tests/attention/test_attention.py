@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import logging
 import math
 import pathlib
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from helpers import loaded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -351,15 +351,6 @@ def test_stock_untouched_without_our_strategy(mesh, pretend_tpu, monkeypatch):
     assert len(calls) == 3
 
 
-def test_the_first_strategy_reaches_every_caller_once():
-    TPUStrategy()
-    stock = keras.src.backend.nn.dot_product_attention.__wrapped__
-    TPUStrategy()
-    assert keras.src.backend.nn.dot_product_attention.__wrapped__ is stock
-    assert not hasattr(stock, "__wrapped__")
-    assert keras.src.ops.nn.backend.nn is keras.src.backend.nn
-
-
 def test_stock_on_tpu_is_causal_unscaled_and_drops_the_bias(monkeypatch):
     """Fails when Keras mends its TPU path: then the seam may step aside."""
     nn = keras.src.backend.nn
@@ -463,9 +454,7 @@ def test_masks_of_lower_rank(mesh):
 @pytest.mark.slow
 def test_the_example_trains_as_on_one_device(monkeypatch, capsys):
     path = pathlib.Path(__file__).parents[2] / "examples" / "char_transformer.py"
-    spec = importlib.util.spec_from_file_location("char_transformer", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded(path, "char_transformer")
     monkeypatch.setattr(example, "STEPS", 3)
     monkeypatch.setattr(example, "CONTEXT", 32)
     codes = example.corpus(20_000)

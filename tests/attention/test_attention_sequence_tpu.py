@@ -1,20 +1,12 @@
 """Long sequences split along time, compiled by the real TPU compiler."""
 
-import importlib.util
-
 import keras
 import pytest
 
 import keras_tpu_dist as ktd
 
 kl = keras.layers
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.tpu_compiler,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.tpu_compiler]
 
 
 def decoder(time):

@@ -227,7 +227,6 @@ def compile_apart(cases, timeout):
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_train_steps_compile():
-    pytest.importorskip("libtpu")
     for case, result in zip(FEW, compile_apart(FEW, timeout=900), strict=True):
         assert result["partitions"] == 8, case
         if case.mask == "bias":

@@ -4,7 +4,7 @@ import signal
 
 import keras
 import pytest
-from helpers import assert_close, built, compiled, data, terminate
+from helpers import At, assert_close, built, data, sequential, terminate
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
@@ -21,35 +21,16 @@ class Preempted(Exception):
 
 
 def build(n=4):
-    return compiled(
-        keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(16, use_bias=False, name="hidden"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(3, activation="softmax", name="out"),
-            ]
-        ),
-        keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 60)),
-        "sparse_categorical_crossentropy",
+    return sequential(
+        6,
+        keras.layers.Dense(16, use_bias=False, name="hidden"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(3, activation="softmax", name="out"),
+        optimizer=keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 60)),
+        loss="sparse_categorical_crossentropy",
         steps_per_execution=n,
     )
-
-
-class Kill(keras.callbacks.Callback):
-    """Sends this process SIGTERM in an epoch, while a launch runs."""
-
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at = epoch, batch
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (self.epoch, batch) == self.at:
-            terminate()
 
 
 @pytest.fixture
@@ -63,55 +44,27 @@ def handler():
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-    model = built(build, ktd.TPUStrategy({"data": 4, "model": 2}))
-    history = model.fit(X, Y, **FIT).history
-    return _state(model), history
-
-
-def _state(model):
-    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-
-
-def _resumed(backup, n=4, strategy=None, **fit):
-    model = built(lambda: build(n), strategy or ktd.TPUStrategy(), seed=7)
-    history = model.fit(X, Y, **FIT, callbacks=[backup], **fit)
-    return model, history
-
-
 def _steps(folder):
     return Checkpoint(folder).steps
 
 
-def _position(folder):
-    store = CheckpointReader(folder)
-    training = store.manifest(store.steps[-1]).training
-    return training["epoch"], training["done"]
-
-
-def _assert_never_stopped(model, history, uninterrupted):
-    assert_close(_state(model), uninterrupted[0])
-    assert history.epoch == list(range(FIT["epochs"]))
-    assert_close(history.history, uninterrupted[1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("epoch", "batch", "saved", "n"),
-    [(0, 0, (0, 4), 5), (1, 16, (1, 17), 4)],
-)
-def test_sigterm_finishes_the_launch_saves_and_goes_on(
-    tmp_path, handler, uninterrupted, epoch, batch, saved, n
-):
-    model = built(build, ktd.TPUStrategy({"data": 4, "model": 2}))
-    backup = BackupAndRestore(tmp_path / "backup")
+@pytest.mark.parametrize(("launches", "saved", "n"), [(1, 4, 5), (10, 19 + 17, 4)])
+def test_sigterm_finishes_the_launch_saves_and_goes_on(tmp_path, handler, launches, saved, n):
+    def trained(*callbacks, n=4, mesh=None):
+        model = built(lambda: build(n), ktd.TPUStrategy(mesh or {"data": 4, "model": 2}))
+        history = model.fit(X, Y, **FIT, callbacks=[*callbacks, backup()]).history
+        state = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+        return [state, history]
+
+    def backup():
+        return BackupAndRestore(tmp_path / "backup")
+
+    expected = trained()
     with pytest.raises(Preempted):
-        model.fit(X, Y, **FIT, callbacks=[Kill(epoch, batch), backup])
-    assert _position(tmp_path / "backup") == saved
-    assert int(model.optimizer.iterations) == 19 * epoch + saved[1]
-    model, history = _resumed(BackupAndRestore(tmp_path / "backup"), n)
-    _assert_never_stopped(model, history, uninterrupted)
+        trained(At(launches, terminate, "on_train_batch_begin"))
+    assert _steps(tmp_path / "backup") == [saved]
+    assert_close(trained(n=n, mesh={"data": 8}), expected)
     assert not (tmp_path / "backup").exists()
 
 
@@ -119,7 +72,7 @@ def test_sigterm_can_be_left_alone(tmp_path, handler):
     model = built(build, ktd.TPUStrategy())
     backup = BackupAndRestore(tmp_path / "backup", on_sigterm=False)
     with pytest.raises(Preempted):
-        model.fit(X, Y, **FIT, callbacks=[Kill(0, 4), backup])
+        model.fit(X, Y, **FIT, callbacks=[At(2, terminate, "on_train_batch_begin"), backup])
     assert not _steps(tmp_path / "backup")
 
 

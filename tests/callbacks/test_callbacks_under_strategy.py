@@ -1,7 +1,5 @@
 """Keras's own callbacks and saving work under a strategy, onto other meshes too."""
 
-import csv
-
 import keras
 import numpy as np
 import pytest
@@ -83,15 +81,6 @@ def test_terminate_on_nan():
         )
         assert steps == [0, 1, 2]
         assert not np.isfinite(history.history["loss"][0])
-
-
-@pytest.mark.slow
-def test_csv_logger(tmp_path):
-    model = built(mlp, _strategy())
-    history = _fit(model, [keras.callbacks.CSVLogger(tmp_path / "log.csv")]).history
-    with open(tmp_path / "log.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert_close([float(r["loss"]) for r in rows], history["loss"], 1e-6)
 
 
 @pytest.mark.slow

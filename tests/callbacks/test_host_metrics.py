@@ -5,7 +5,7 @@ import csv
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, in_launches
+from helpers import assert_close, built, data, in_launches, sequential
 from pydatasets import in_batches
 from sklearn.metrics import f1_score, mean_absolute_error, roc_auc_score
 
@@ -223,10 +223,7 @@ def test_what_is_refused(model):
 
 def test_functions_get_floats_that_numpy_has():
     with ktd.TPUStrategy().scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(1, dtype="bfloat16", kernel_initializer="zeros")]
-        )
-        model.compile("sgd", "mse")
+        model = sequential(4, keras.layers.Dense(1, dtype="bfloat16", kernel_initializer="zeros"))
     x, y = np.ones((999, 4), "float32"), np.ones((999, 1), "float32")
     ones = HostMetrics({"ones": lambda y_true, y_pred: (y_pred * 0 + 1).mean()}, (x, y))
     error = HostMetrics({"mae": mean_absolute_error}, (x, y))  # in bfloat16 it fails

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, compiled, data, mlp
+from helpers import assert_close, built, compiled, data, mlp, sequential
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import NameNaN
@@ -134,9 +134,7 @@ class Overflow(keras.layers.Layer):
 
 def test_a_variable_is_named_when_the_loss_is_still_finite():
     def build():
-        model = keras.Sequential([keras.Input((6,)), Overflow(name="odd"), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", steps_per_execution=4)
-        return model
+        return sequential(6, Overflow(name="odd"), keras.layers.Dense(1), steps_per_execution=4)
 
     model, name = built(build, ktd.TPUStrategy()), NameNaN()
     before = model.trainable_variables[0].numpy()
@@ -176,9 +174,7 @@ def test_a_custom_train_step_and_its_losses():
 
 def test_run_eagerly():
     def build():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
-        return model
+        return sequential(6, keras.layers.Dense(1), run_eagerly=True)
 
     model, name = built(build, ktd.TPUStrategy()), NameNaN()
     before = model.get_weights()

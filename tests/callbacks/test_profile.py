@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import At, Stop
+from helpers import At, Stop, sequential
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.measured import device_events, read_profile
@@ -19,14 +19,12 @@ ROWS = 16
 
 def _model(**options):
     with ktd.TPUStrategy({"data": 8}).scope():
-        model = keras.Sequential(
-            [
-                keras.Input((32,)),
-                keras.layers.Dense(64, activation="relu", name="up"),
-                keras.layers.Dense(4, name="down"),
-            ]
+        model = sequential(
+            32,
+            keras.layers.Dense(64, activation="relu", name="up"),
+            keras.layers.Dense(4, name="down"),
+            **options,
         )
-        model.compile("sgd", "mse", **options)
     return model
 
 
@@ -142,8 +140,7 @@ def test_a_run_that_goes_on(directory, tmp_path):
 
 
 def test_without_a_strategy(directory):
-    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(4)])
-    model.compile("sgd", "mse")
+    model = sequential(32, keras.layers.Dense(4))
     with pytest.raises(ValueError, match="launches of a TPUStrategy"):
         _fit(model, 2, [ktd.callbacks.Profile(directory=directory)])
 

@@ -19,6 +19,10 @@ import warnings
 import keras
 import numpy as np
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from helpers import At, Stop
+
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.states import states_of
@@ -29,23 +33,6 @@ STOP_AT = {1: 8, 4: 3}
 X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
 Y = X[:, :2]
 FIT = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "validation_data": (X[:5], Y[:5])}
-
-
-class Stop(Exception):
-    """Interrupts a fit."""
-
-
-class StopAfter(keras.callbacks.Callback):
-    """Interrupts at the end of a train batch, counted over the fit; where `n` is 0, never."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.left = n
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if self.left == 0:
-            raise Stop
 
 
 class Counts(keras.callbacks.Callback):
@@ -159,9 +146,9 @@ class Trainer:
             variable.assign(value)
         first, second = (CALLBACKS[name](directory) for name in names)
         saved = ktd.callbacks.Checkpoint(directory / "ours_too", **CUTS[cut])
-        callbacks = [first, saved, second, StopAfter(stop_after)]
+        callbacks = [first, saved, second, At(stop_after)]
         if "HostMetrics" in names[0]:
-            callbacks = [first, second, saved, StopAfter(stop_after)]
+            callbacks = [first, second, saved, At(stop_after)]
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Could not reach RemoteMonitor")

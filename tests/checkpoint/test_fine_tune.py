@@ -1,11 +1,10 @@
 """examples/fine_tune.py: another head, another mesh, the encoder frozen first, LoRA."""
 
-import importlib.util
 import pathlib
 import re
 
 import pytest
-from helpers import assert_close
+from helpers import assert_close, loaded
 
 import keras_tpu_dist as ktd
 
@@ -15,9 +14,7 @@ PATH = pathlib.Path(__file__).parents[2] / "examples" / "fine_tune.py"
 @pytest.mark.slow
 def test_the_fine_tune_example_runs(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
-    spec = importlib.util.spec_from_file_location("fine_tune", PATH)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded(PATH, "fine_tune")
     monkeypatch.setattr(ktd, "simulate", lambda devices: None)
     arguments = ["fine_tune", "--epochs", "3", "--directory", str(tmp_path), "--lora", "4"]
     monkeypatch.setattr("sys.argv", arguments)

@@ -5,7 +5,7 @@ import os
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, sequential
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint import CheckpointError
@@ -15,9 +15,7 @@ X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
 
 
 def model(name="out"):
-    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name=name)])
-    made.compile("sgd", "mse")
-    return made
+    return sequential(4, keras.layers.Dense(2, name=name))
 
 
 @pytest.mark.parametrize("form", ["~/runs/7", "file://{}/home/runs/7", "{}/home/runs/7"])

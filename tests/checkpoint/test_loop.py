@@ -6,7 +6,7 @@ import signal
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, stepped
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
@@ -81,21 +81,10 @@ class Loop:
         return self.model, self.optimizer, self.metric, self.rows, self.dataset
 
     def step(self, batch):
-        import jax
-
         x, y = batch
-
-        def loss_fn(weights, others):
-            predicted, others = self.model.stateless_call(weights, others, x, training=True)
-            return ((predicted - y) ** 2).mean(), (predicted, others)
-
-        values = [[v.value for v in self.model.trainable_variables]]
-        values += [[v.value for v in self.model.non_trainable_variables]]
-        (loss, (predicted, others)), gradients = jax.value_and_grad(loss_fn, has_aux=True)(*values)
-        for variable, value in zip(self.model.non_trainable_variables, others):
-            variable.assign(value)
-        gradients = ktd.get_replica_context().all_reduce("mean", gradients)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
+        loss, predicted = stepped(
+            self.model, self.optimizer, x, lambda predicted: ((predicted - y) ** 2).mean()
+        )
         self.metric.update_state(y, predicted)
         return loss
 

@@ -9,7 +9,6 @@ from keras_tpu_dist.checkpoint.names import (
     Entry,
     automatic_names,
     canonical,
-    follow,
     in_order_of_numbers,
     match,
     named_state,
@@ -31,16 +30,6 @@ def matched(here, saved, **options):
     names = {"automatic": parts(here), "automatic_there": parts(saved)}
     found = match(entries(*here), entries(*saved), **names | options)
     return {here[i]: saved[j] for i, j in found.pairs.items()}, found
-
-
-def test_numbers_that_keras_gave_are_no_names():
-    assert canonical("sequential_3/dense_12/kernel") == "sequential/dense/kernel"
-    here, saved = ["dense_1/kernel", "dense_2/kernel"], ["dense/kernel", "dense_1/kernel"]
-    pairs, found = matched(here, saved)
-    # Not dense_1 to dense_1, which is another layer.
-    assert pairs == {"dense_1/kernel": "dense/kernel", "dense_2/kernel": "dense_1/kernel"}
-    assert found.complete
-    assert found.renamed == {"dense/kernel": "dense_1/kernel", "dense_1/kernel": "dense_2/kernel"}
 
 
 def test_numbers_in_names_of_the_user_are_part_of_them():
@@ -150,29 +139,6 @@ def test_a_model_made_again_is_matched_one_to_one(names, later):
             in_order = in_order_of_numbers(pairs, lambda pair: pair[0])
             paths = [path for _, path in in_order]
             assert paths == in_order_of_numbers(paths, str)
-
-
-def test_frozen_weights_which_stand_last_are_matched_by_their_numbers():
-    here = ["m_1/dense_11/kernel", "m_1/dense_9/kernel", "m_1/dense_10/kernel"]
-    saved = ["m/dense/kernel", "m/dense_2/kernel", "m/dense_1/kernel"]
-    pairs, _ = matched(here, saved)
-    assert pairs == {
-        "m_1/dense_9/kernel": "m/dense/kernel",
-        "m_1/dense_10/kernel": "m/dense_1/kernel",
-        "m_1/dense_11/kernel": "m/dense_2/kernel",
-    }
-
-
-def test_slots_of_weights_that_share_a_path_go_to_each_of_them():
-    def slots(path):
-        return [Entry(path, (2,), "float32", slot, n) for slot in "mv" for n in range(2)]
-
-    weights = {("proj_1/w", n): ("proj/w", n) for n in range(2)}
-    assert follow(slots("proj_1/w"), slots("proj/w"), weights) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert follow(slots("proj_1/w"), slots("proj/w"), {("proj_1/w", 1): ("proj/w", 0)}) == {
-        1: 0,
-        3: 2,
-    }
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "ftrl"])

@@ -6,7 +6,7 @@ import pathlib
 
 import keras
 import pytest
-from helpers import loaded
+from helpers import At, Stop, loaded
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -100,7 +100,7 @@ def test_batches_made_before_an_interruption_are_not_announced_again(tmp_path):
         on_train_batch_begin=lambda batch, logs: heard.append(("begin", batch)),
         on_train_batch_end=lambda batch, logs: heard.append(("end", batch)),
     )
-    for stop in (pairs.StopAfter(9), pairs.StopAfter(0)):
+    for stop in (At(9), At(0)):
         del heard[:]
         keras.utils.set_random_seed(1)
         with ktd.TPUStrategy().scope():
@@ -109,7 +109,7 @@ def test_batches_made_before_an_interruption_are_not_announced_again(tmp_path):
         saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=4)
         try:
             model.fit(pairs.X, pairs.Y, callbacks=[saved, note, stop], **pairs.FIT)
-        except pairs.Stop:
+        except Stop:
             # Step 8 is batch 2 of the second epoch: it was saved before its end was announced.
             continue
     assert heard[:3] == [("end", 2), ("begin", 3), ("end", 3)]

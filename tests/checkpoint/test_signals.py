@@ -1,22 +1,18 @@
 """SIGTERM in each phase of a fit: the state is saved within one launch, and the run goes on."""
 
-import pathlib
 import signal
 import time
 
 import keras
 import numpy as np
 import pytest
-from helpers import At, Stop, assert_close, loaded, terminate
+from helpers import At, Stop, assert_close, terminate
+from test_checkpoint import BATCH, EPOCHS, X, Y, callbacks, network
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.checkpoint.store import Store
 
-network = loaded(pathlib.Path(__file__).with_name("network.py"), "checkpoint_network").network
-ROWS, BATCH, EPOCHS = 45, 8, 3
-X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
-Y = X[:, :4]
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
 slow = pytest.mark.slow
 
@@ -99,11 +95,7 @@ def made(strategy, steps=1, unbuilt=False):
 
 
 def fit(model, *more, **options):
-    keeps = [
-        keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True),
-        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0),
-        Counts(),
-    ]
+    keeps = [*callbacks(), Counts()]
     options = {"validation_data": (X[:21], Y[:21]), "validation_batch_size": 8} | options
     history = model.fit(
         X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[*keeps, *more], **options

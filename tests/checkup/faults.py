@@ -12,12 +12,7 @@ from keras_tpu_dist.tools.checkup.bench import Job, Launcher
 
 
 def changed(array: jax.Array, how: dict[int, Callable[[np.ndarray], np.ndarray]]) -> jax.Array:
-    """An array of which some devices hold something else.
-
-    Args:
-        array: The array.
-        how: By a device's number, from what it holds to what it is to hold.
-    """
+    """An array of which some devices, by their number, hold what a function makes of it."""
     parts = [
         jax.device_put(how[s.device.id](np.array(s.data)), s.device)
         if s.device.id in how
@@ -34,12 +29,7 @@ def _several(outputs: Any, how: dict[int, Callable]) -> Any:
 
 @dataclass
 class Faulty(Launcher):
-    """Launcher on devices with a fault.
-
-    Args:
-        kinds: The kinds of launches that it strikes; all by default.
-        axis: The axis that they go over; any by default.
-    """
+    """Launcher on devices with a fault, in launches of some kinds, over one axis; or in all."""
 
     kinds: tuple[str, ...] = ()
     axis: str = ""
@@ -121,13 +111,7 @@ class SwapsTwo(Faulty):
 
 @dataclass
 class RoundsOperands(Faulty):
-    """Devices multiply in a shorter dtype: in bfloat16 what is float32, unless told otherwise.
-
-    Args:
-        devices: Their numbers.
-        dtype: What they should multiply in,
-        bits: and how many bits of it they take.
-    """
+    """Some devices multiply so many bits of a dtype: bfloat16 for float32 by default."""
 
     devices: Iterable[int] = (0,)
     dtype: str = "float32"

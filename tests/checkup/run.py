@@ -36,26 +36,14 @@ FIXED = (("trainer", "fit"), ("run_eagerly", False), ("processes", 1))
 
 
 def precision(seed: int, floatx: Sequence[str], policy: str) -> tuple[str, str]:
-    """Keras's `floatx`, and a policy: the same, as without one, or that of a program.
-
-    Args:
-        seed: What they are drawn from.
-        floatx: What to draw from.
-        policy: The program's policy.
-    """
+    """Keras's `floatx`, and a policy: the same, as without one, or that of a program."""
     rng = random.Random(seed)
     drawn = rng.choice(floatx)
     return drawn, rng.choice((drawn, policy))
 
 
 def checked(seed: int, whole: bool, floatx: Sequence[str] = FLOATX) -> Check:
-    """A check with a random model.
-
-    Args:
-        seed: What it is drawn from.
-        whole: Whether all parts run, not only the model's step.
-        floatx: What Keras's `floatx` is drawn from.
-    """
+    """A check with a random model."""
     mesh = MESHES[seed % len(MESHES)]
     try:
         program = drawn(seed, [*FIXED, ("mesh", mesh)])

@@ -24,13 +24,8 @@ _ROWS = PartitionSpec("data")
 class Case:
     """A program that XLA may partition wrongly.
 
-    Args:
-        function: The program; a function of the mesh that returns it if `expected` is given.
-        args: Its arguments, on the host.
-        specs: The layouts of the arguments.
-        mesh: The sizes of the axes.
-        expected: The program for one device, or `None` to use `function`.
-        result: The layout of the result, or `None` to leave it to the compiler.
+    If `expected` is given, `function` is one of the mesh that returns the program; otherwise one
+    device computes `function` too. Without `result` the compiler chooses the result's layout.
     """
 
     function: Callable[..., Any]
@@ -43,15 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ready:
-    """A program with its arguments on the mesh, and its expected result.
-
-    Args:
-        plain: The program as XLA partitions it; its result is a tuple of one array.
-        repaired: The same as this package compiles it, a `Jitted`.
-        arrays: Its arguments.
-        mesh: The mesh.
-        expected: The result on one device.
-    """
+    """A program as XLA partitions it, and as we compile it, with its arguments and result."""
 
     plain: Callable[..., Any]
     repaired: Jitted

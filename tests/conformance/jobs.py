@@ -87,10 +87,7 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
 
 
 def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
-    """The jobs of some cases of a kind.
-
-    See `all_jobs`.
-    """
+    """The jobs of some cases of a kind; see `all_jobs`."""
     jobs = []
     for case in cases:
         own = assigned_layers.rows(case) if kind == "assigned_pair" else None

@@ -129,14 +129,7 @@ ROWS = (1, 2, 3, 5, 8, 13, 16, 17)
 
 
 def results(family: str, rows: int, gradient: bool, laid: Callable) -> Callable:
-    """All results of a family, or their gradients, as a function of a vector.
-
-    Args:
-        family: A name of `FAMILIES`.
-        rows: The number of rows.
-        gradient: Whether to differentiate.
-        laid: Gives a result a layout.
-    """
+    """All results of a family, or their gradients, of a vector; `laid` lays a result out."""
     functions = dict(FAMILIES[family](rows))
 
     def differentiated(function):

@@ -211,12 +211,9 @@ def arrays(case: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def results(cases: list[str], laid: Callable, gradient: bool) -> Callable:
-    """What cases compute of an array and whole numbers, or the gradients of it.
+    """What cases, all along rows or all along time, compute of an array; or its gradients.
 
-    Args:
-        cases: The cases, all along rows or all along time.
-        laid: Gives what an operation makes a layout, as between layers; of gradients alone.
-        gradient: Whether to differentiate.
+    For gradients `laid` gives what an operation makes a layout, as between layers.
     """
     time = cases[0].startswith(_TIME)
 

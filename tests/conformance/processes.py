@@ -23,14 +23,7 @@ _REFUSALS = ("CannotRun: ", "X{64|128}", "UNIMPLEMENTED: ", "not found for platf
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a job.
-
-    Attributes:
-        job: The job, as plain values.
-        outcome: `"right"`, `"wrong"`, `"refused"`, `"error"`, `"abort"` or `"hang"`.
-        detail: The difference and where, or the last words.
-        seconds: The time it took.
-    """
+    """What became of a job: "right", "wrong", "refused", "error", "abort" or "hang"."""
 
     job: dict
     outcome: str
@@ -46,12 +39,7 @@ class Finding:
 
 
 class Worker:
-    """A process that compares; started anew after it died.
-
-    Args:
-        script: What it runs: it answers each line of JSON with one.
-        timeout: Seconds after which a job counts as a hang.
-    """
+    """A process whose script answers each line of JSON with one; started anew after it died."""
 
     def __init__(self, script: Path, timeout: float):
         self._script = script
@@ -117,15 +105,7 @@ def work_through(
     processes: int,
     timeout: float,
 ) -> None:
-    """Does something with each item, in several processes.
-
-    Args:
-        items: The items.
-        do: Called with a `Worker` and an item.
-        script: What the workers run.
-        processes: How many there are.
-        timeout: Seconds after which a job counts as a hang.
-    """
+    """Does something with each item, in several processes."""
     todo: queue.SimpleQueue = queue.SimpleQueue()
     for item in items:
         todo.put(item)

@@ -44,18 +44,10 @@ def compare_all(
     together: int = 1,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Runs jobs in several processes.
+    """Runs jobs in several processes; those of one case in a row share what one device computes.
 
-    Args:
-        jobs: The jobs; those of one case in a row share what one device computes.
-        processes: How many at a time.
-        timeout: Seconds after which a job counts as a hang.
-        together: How many operations one program computes, which is quicker; where not all of
-            them are right they are compared one by one.
-        tell: Called with each `Finding` as it comes.
-
-    Returns:
-        The findings, in no order.
+    One program computes `together` operations, which is quicker; where not all of them are right
+    they are compared one by one.
     """
     found: list[Finding] = []
 
@@ -127,12 +119,7 @@ def drawn(jobs: list[dict], count: int, seed: int) -> list[dict]:
 def rounds_of(jobs: list[dict], seed: int) -> list[list[dict]]:
     """Jobs in an order that may be stopped at any time: every case once, then again.
 
-    Args:
-        jobs: The jobs.
-        seed: For the order of a case's jobs; those on other meshes come first.
-
-    Returns:
-        The rounds, with at most one job of a case in each, and kinds in turn.
+    A round has at most one job of a case, and kinds in turn; other meshes come first.
     """
     on_mesh, in_case = Counter(), Counter()
 

@@ -7,13 +7,13 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, mlp, sequential
 from jax.sharding import PartitionSpec
 from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input.batch_axis import element_names
-from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
+from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.iterator import DeviceIterator
 
 X, Y = data(29)
@@ -108,19 +108,6 @@ def test_iterator_looks_ahead_but_not_beyond_the_epoch():
         list(iterator.launches(1, lambda batch: batch))
         ahead.append(len(read))
     assert ahead == [4, 5, 5, 5, 5, 9, 10, 10, 10, 10]
-
-
-def test_iterator_raises_when_the_turn_of_the_failing_batch_comes():
-    def source():
-        yield 0
-        yield 1
-        raise OSError("gone")
-
-    iterator = DeviceIterator(source(), prefetch=5)
-    assert [list(iterator.launches(1, lambda b: b)) for _ in range(2)] == [[(0, 1)], [(1, 1)]]
-    with pytest.raises(OSError, match="gone"):
-        list(iterator.launches(1, lambda b: b))
-    assert not list(iterator.launches(1, lambda b: b))
 
 
 def _fit(strategy, x, y=None, build=mlp, **options):
@@ -292,31 +279,6 @@ def test_one_trace_for_each_true_shape(monkeypatch):
     ]
 
 
-def test_compiled_programs_are_counted_by_xla_too():
-    import logging
-
-    compiled = []
-
-    class Collect(logging.Handler):
-        def emit(self, record):
-            message = record.getMessage()
-            if message.startswith("Finished XLA compilation of jit(train_step)"):
-                compiled.append(message)
-
-    strategy = ktd.TPUStrategy()
-    model = built(mlp, strategy)
-    logger = logging.getLogger("jax._src.dispatch")
-    handler = Collect()
-    logger.addHandler(handler)
-    try:
-        with jax.log_compiles(True):
-            model.fit(X, Y, batch_size=10, epochs=3, verbose=0)
-            model.fit(X, Y, batch_size=10, epochs=1, verbose=0)
-    finally:
-        logger.removeHandler(handler)
-    assert len(compiled) == 2
-
-
 NO_DATA = r"need data with at least one row.*Pass arrays, a generator"
 
 
@@ -343,21 +305,6 @@ def test_no_data():
         model.fit(Empty(), shuffle=False, verbose=0)
 
 
-def test_lengths_that_differ():
-    model = built(mlp, ktd.TPUStrategy())
-    with pytest.raises(ValueError, match="same number of samples"):
-        model.fit(X, Y[:-1], verbose=0)
-    with pytest.raises(ValueError, match=r"x with 29 rows and y with 28 \(shape \(28,\)\)"):
-        model.train_on_batch(X, Y[:-1])
-
-
-def test_placed_batch_is_a_pytree_with_static_rows():
-    batch = PlacedBatch((np.ones(8),), (Slot(0, 5),))
-    leaves, treedef = jax.tree.flatten(batch)
-    assert len(leaves) == 1
-    assert jax.tree.unflatten(treedef, leaves).slots == (Slot(0, 5),)
-
-
 def test_sparse_input_is_replicated(mesh):
     from jax.experimental import sparse
 
@@ -379,9 +326,7 @@ def test_sparse_and_dense_batches_of_one_shape(sparse_first):
         yield x, y
 
     def build():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
-        model.compile("sgd", "mse")
-        return model
+        return sequential(3, keras.layers.Dense(4))
 
     models = [built(build, strategy) for strategy in (ktd.TPUStrategy(), None)]
     for model in models:
@@ -402,9 +347,3 @@ def test_a_batch_with_names():
         placer.place(batch)
     placed = placer.place(Batch(np.zeros((5, 2)), np.zeros((5, 1))))
     assert isinstance(placed.data, Batch)
-
-
-def test_names_of_elements():
-    assert element_names(({"b": 1, "a": 2}, [3], None, 4)) == ["x['a']", "x['b']", "y[0]", "x[3]"]
-    assert element_names({"image": 1}) == ["x['image']"]
-    assert element_names(1) == ["x"]

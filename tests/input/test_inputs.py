@@ -1,7 +1,6 @@
 """Every input library that Keras reads gives what arrays give, on every mesh."""
 
 import importlib
-import itertools
 
 import keras
 import numpy as np
@@ -129,13 +128,6 @@ def test_tf_data_of_dicts():
     assert_close(histories(strategy, dataset, build=build), expected)
 
 
-def test_a_tf_dataset_can_still_be_distributed_by_hand():
-    strategy = ktd.TPUStrategy()
-    batches = list(strategy.distribute_dataset(tf_dataset(X, Y)))
-    assert len(batches) == 6
-    assert strategy.gather(batches[0][0], 0).shape == (BATCH, X.shape[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [80, 77])
 @pytest.mark.parametrize("steps_per_epoch", [3, 5, 10])
@@ -186,17 +178,6 @@ def test_inputs_of_unknown_length_that_end_within_a_launch(launch, steps_per_epo
     expected, made = trained(None, 1), trained(ktd.TPUStrategy(), launch)
     assert made[0] == expected[0]
     assert_close(made[1], expected[1])
-
-
-@pytest.mark.slow
-def test_a_pairwise_table_of_launches_and_epochs():
-    for batches, per_epoch, launch in itertools.product((6, 20), (4, 6), (3, 4)):
-        x, y = data(rows=8 * batches)
-        model = built(mlp, ktd.TPUStrategy())
-        model.steps_per_execution = launch
-        epochs = batches // per_epoch
-        model.fit(x, y, 8, epochs=epochs, steps_per_epoch=per_epoch, verbose=0)
-        assert int(model.optimizer.iterations.value) == epochs * per_epoch
 
 
 class OneBuffer(keras.utils.PyDataset):

@@ -4,12 +4,7 @@ import json
 
 
 class Recorder:
-    """Writes a line when a test starts and one when it ends.
-
-    Args:
-        path: The file that gets the lines.
-        still_active: Says whether the distribution is the active one.
-    """
+    """Writes a line when a test starts and one when it ends."""
 
     def __init__(self, path, still_active):
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the process)

@@ -23,15 +23,7 @@ DISTRIBUTIONS = ("ours", "ours-2d", "stock", "none")
 
 
 def check(files, distribution, *, name="", timeout=120.0, expression="") -> verdict.Verdict:
-    """Runs test files under a distribution and judges what failed.
-
-    Args:
-        files: Paths below `keras/src`.
-        distribution: One of `DISTRIBUTIONS`.
-        name: What the verdict calls the tests.
-        timeout: Seconds after which a test counts as a hang.
-        expression: pytest's `-k`.
-    """
+    """Runs test files under a distribution and judges what failed."""
     start = time.perf_counter()
     outcomes = suite.run_files(files, distribution, timeout=timeout, expression=expression)
     without = outcomes if distribution == "none" else ()

@@ -36,14 +36,9 @@ _STARTUP = 240.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """What became of a test: "passed", "failed", "skipped", "hang" or "abort", with its last line.
 
-    Attributes:
-        id: The test, from the file's path below `keras/src` on.
-        outcome: `"passed"`, `"failed"`, `"skipped"`, `"hang"` or `"abort"`.
-        line: One line of the error.
-        seconds: The time it took.
-        active: Whether the distribution was still the active one at the end of the test.
+    `active` is whether the distribution was still the active one at the test's end.
     """
 
     id: str
@@ -81,18 +76,7 @@ def run_files(
     only: frozenset[str] | None = None,
     expression: str = "",
 ) -> list[Outcome]:
-    """Runs test files.
-
-    Args:
-        files: Their paths below `keras/src`.
-        distribution: A name of `plugin.DISTRIBUTIONS`.
-        timeout: Seconds after which a test counts as a hang.
-        only: The ids to run of these files; all without it.
-        expression: pytest's `-k`.
-
-    Returns:
-        An outcome for each test, skipped ones too.
-    """
+    """Runs test files."""
     outcomes: list[Outcome] = []
     for first in range(0, len(files), _FILES_TOGETHER):
         part = files[first : first + _FILES_TOGETHER]

@@ -61,15 +61,7 @@ def judge(
     without: Sequence[suite.Outcome] = (),
     seconds: float = 0.0,
 ) -> Verdict:
-    """Sorts the outcomes.
-
-    Args:
-        package: What the tests are of.
-        distribution: What was active.
-        outcomes: Under the distribution.
-        without: Those of the same tests without a distribution, as far as they were run.
-        seconds: The time it took.
-    """
+    """Sorts outcomes under a distribution by those of the same tests without one."""
     broken = {outcome.id for outcome in without if outcome.failed}
     listed, failed = set(), []
     for outcome in outcomes:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from helpers import sequential
 from recurrent import close, mask_for, plain, without_loops
 
 from keras_tpu_dist import layers as fast
@@ -213,14 +214,10 @@ def test_stateful_carries_its_state_through_fit_and_predict(loop, monkeypatch):
         without_loops(monkeypatch)
 
     def build(package):
-        model = keras.Sequential(
-            [
-                keras.Input((3, FEATURES), batch_size=BATCH),
-                package.LSTM(UNITS, stateful=True, name="memory"),
-            ]
+        return sequential(
+            keras.Input((3, FEATURES), batch_size=BATCH),
+            package.LSTM(UNITS, stateful=True, name="memory"),
         )
-        model.compile("sgd", "mse")
-        return model
 
     model, reference = build(fast), build(keras.layers)
     reference.set_weights([np.asarray(w.value) for w in model.weights])
@@ -265,9 +262,7 @@ def test_other_activations_are_fast():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_whole_numbers_equal_keras(name):
     cases = []
     x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (BATCH, 5, FEATURES)), np.int32)
@@ -294,33 +289,21 @@ def test_no_rows_give_no_rows(name):
         assert jax.grad(lambda x: layer(x).sum())(x).shape == x.shape
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"unroll": 0}, "a positive integer, the number of steps in one iteration"),
-        ({"unroll": -1}, "Received: unroll=-1"),
-        ({"unroll": 2.0}, "Received: unroll=2.0"),
-        ({"segment": 9}, "must not be longer than the sequence. Received: segment=9, timesteps=4"),
-    ],
-)
-def test_bad_options_are_refused(config, words):
-    with pytest.raises(ValueError, match=words):
-        fast.GRU(UNITS, **config).build((BATCH, 4, FEATURES))
-
-
-def test_unroll_true_needs_a_known_length():
-    with pytest.raises(ValueError, match="needs a known number of timesteps"):
-        fast.LSTM(UNITS, unroll=True)(keras.Input((None, FEATURES)))
+ONES = np.ones((BATCH, 4, FEATURES), "float32")
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"),
+    ("config", "x", "mask", "words"),
     [
-        (np.ones((BATCH, 3), bool), "one entry for every row and timestep"),
-        (np.ones((BATCH,), bool), "one entry for every row and timestep"),
-        (np.ones((BATCH, 4), "float32"), "must be boolean"),
+        ({"unroll": 0}, ONES, None, "a positive integer, the number of steps in one iteration"),
+        ({"unroll": 2.0}, ONES, None, "Received: unroll=2.0"),
+        ({"segment": 9}, ONES, None, "longer than the sequence. Received: segment=9, timesteps=4"),
+        ({"unroll": True}, keras.Input((None, FEATURES)), None, "a known number of timesteps"),
+        ({}, ONES, np.ones((BATCH, 3), bool), "one entry for every row and timestep"),
+        ({}, ONES, np.ones((BATCH,), bool), "one entry for every row and timestep"),
+        ({}, ONES, np.ones((BATCH, 4), "float32"), "must be boolean"),
     ],
 )
-def test_masks_that_do_not_fit_are_refused(mask, words):
+def test_what_does_not_fit_is_refused(config, x, mask, words):
     with pytest.raises(ValueError, match=words):
-        fast.LSTM(UNITS)(np.ones((BATCH, 4, FEATURES), "float32"), mask=mask)
+        fast.LSTM(UNITS, **config)(x, mask=mask)

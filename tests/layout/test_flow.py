@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from decoders import FAMILIES, TIME, WIDTH, Attention, Block, stacked
-from helpers import assert_close, built
+from helpers import assert_close, built, results
 from programs import KINDS, collectives, compiled, program
 
 import keras_tpu_dist as ktd
@@ -245,8 +245,7 @@ def test_equal_to_one_device(name):
 
     def run(strategy):
         model = built(compiled(FAMILIES[name][0], "sgd"), strategy)
-        model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
-        return [model.predict(x[:5], verbose=0), model.get_weights()]
+        return results(model, x, y, x[:5], evaluate=False, batch_size=13, shuffle=False)
 
     expected = run(None)
     for mesh in ({"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}):

@@ -47,7 +47,10 @@ def results(strategy, name, optimizer="sgd", change=lambda model: model, **optio
         model.compile(optimizer, "mse", **options)
         return model
 
-    model = built(build, strategy)
+    return trained(built(build, strategy))
+
+
+def trained(model):
     history = model.fit(X, Y, batch_size=13, epochs=2, shuffle=False, verbose=0).history
     return [history["loss"], model.predict(X[:5], verbose=0), model.get_weights()]
 
@@ -173,10 +176,5 @@ def test_unequal_parts_equal_one_device(mesh):
         x = keras.Input((TIME, WIDTH))
         return keras.Model(x, Single()(keras.layers.LayerNormalization()(x)))
 
-    def trained(strategy):
-        model = built(compiled(build, "sgd"), strategy)
-        losses = model.fit(X, Y, batch_size=13, epochs=2, shuffle=False, verbose=0).history
-        return [losses["loss"], model.predict(X[:5], verbose=0), model.get_weights()]
-
     strategy = ktd.TPUStrategy(mesh, ktd.Planner("tensor_parallel", min_size=64))
-    assert_close(trained(strategy), trained(None))
+    assert_close(*(trained(built(compiled(build, "sgd"), each)) for each in (strategy, None)))

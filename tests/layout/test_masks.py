@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, sequential
 
 import keras_tpu_dist as ktd
 
@@ -104,11 +104,7 @@ def test_of_a_layer_that_says_it_in_call(remat):
     x[:, 0] = 1
 
     def build():
-        made = keras.Sequential(
-            [keras.Input((TIME, 3)), Masking(), L.GlobalAveragePooling1D(), L.Dense(2)]
-        )
-        made.compile("sgd", "mse")
-        return made
+        return sequential((TIME, 3), Masking(), L.GlobalAveragePooling1D(), L.Dense(2))
 
     expected = built(build, None).predict(x, verbose=0)
     for mesh, layout in (({"data": 8}, "fsdp"), ({"data": 2, "sequence": 4}, None)):

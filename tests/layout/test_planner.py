@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.layout.planner import Planner, device_memory, slot_decision
@@ -378,26 +377,6 @@ def test_auto_asks_no_device_of_another_process():
     unknown = [Device("H200", "gpu", 1), Device("H200", "gpu", 0)]
     assert memory(*unknown) == 123
     assert memory(unknown[0]) == memory(Device("cpu", "cpu", 0)) > 1e9
-
-
-def test_the_private_names_that_read_a_model_exist():
-    """Plans would be silently empty if Keras renamed one of these."""
-    x = keras.Input((8,))
-    model = keras.Model(x, L.Dense(4, name="a")(L.ReLU()(x)))
-    assert [type(layer).__name__ for layer in _keras.flatten_layers(model)][-1] == "Dense"
-    assert len(_keras.flatten_layers(model)) == 4
-    assert len(_keras.sublayers(model)) == 3
-    dense = model.layers[-1]
-    assert _keras.own_variables(dense) == [dense.kernel, dense.bias]
-    assert _keras.own_variables(model) == []
-    assert _keras.stored_weight(dense, "kernel") is dense.kernel
-    assert _keras.stored_weight(dense, "gamma") is None
-    calls = _keras.graph(model)
-    assert [operation for _, operation, _ in calls] == model.layers
-    assert [node for node, _, _ in calls][1:2] == calls[2][2]
-    assert _keras.graph(dense) is None
-    sequential = keras.Sequential([x, L.Dense(4)])
-    assert len(_keras.graph(sequential)) == 2
 
 
 def test_auto_on_a_slice_that_is_only_named():

@@ -1,18 +1,11 @@
 """What the TPU compiler makes of the plans, through a dry run: no chip is needed."""
 
-import importlib.util
-
 import keras
 import pytest
 
 import keras_tpu_dist as ktd
 
-pytestmark = [
-    pytest.mark.tpu_compiler,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"
-    ),
-]
+pytestmark = pytest.mark.tpu_compiler
 WIDTH = 1024
 
 

@@ -110,21 +110,16 @@ def test_logical_beside_one_of_its_sub_axes(devices):
         ktd.TPUStrategy(assignment, [("kernel", ("logical", "logical_0"))])
 
 
-def test_layout_longer_than_the_rank_names_the_variable():
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("bias", (None, "model"))])
-    with pytest.raises(
-        ValueError,
-        match=r"more entries than.*variable='sequential/hidden/bias', "
-        r"shape=\(16,\).*rule 0 'bias'",
-    ):
-        built(mlp, strategy)
-
-
-def test_dimension_that_does_not_divide_names_the_variable_and_sizes_that_would():
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("out/kernel", (None, "model"))])
-    with pytest.raises(
-        ValueError, match=r"dimension 1 has 3 elements for 2 shards.*out/kernel.*Make it 2 or 4"
-    ):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("bias", r"more entries.*'sequential/hidden/bias', shape=\(16,\).*rule 0 'bias'"),
+        ("out/kernel", r"dimension 1 has 3 elements for 2 shards.*out/kernel.*Make it 2 or 4"),
+    ],
+)
+def test_a_layout_that_a_variable_cannot_have_names_it(path, words):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [(path, (None, "model"))])
+    with pytest.raises(ValueError, match=words):
         built(mlp, strategy)
 
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from decoders import TIME, VOCABULARIES, WORDS
-from helpers import assert_close, built
+from helpers import assert_close, built, stepped
 from programs import collectives, program
 
 import keras_tpu_dist as ktd
@@ -97,16 +97,8 @@ def test_in_strategy_run_and_on_one_logical_device():
     )
 
     def step(x, y):
-        context = ktd.get_replica_context()
-
-        def loss(trainable):
-            logits, _ = model.stateless_call(trainable, [], x)
-            losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-            return losses.mean()
-
-        gradients = jax.grad(loss)([v.value for v in model.trainable_variables])
-        gradients = context.all_reduce("mean", gradients)
-        model.optimizer.apply(gradients, model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        stepped(model, model.optimizer, x, lambda logits: loss(y, logits))
 
     for batch in strategy.distribute_dataset((X[:24], Y[:24]), batch_size=12):
         strategy.run(step, args=batch)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from decoders import TIME, WIDTH, Attention, Block
-from helpers import assert_close, built
+from helpers import assert_close, built, results
 from keras import ops
 from programs import compiled, program, sent
 
@@ -134,8 +134,7 @@ def test_equal_to_one_device(start):
 
     def run(strategy):
         model = built(with_blocks(start, 1), strategy)
-        model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
-        return [model.predict(x[:5], verbose=0), model.get_weights()]
+        return results(model, x, y, x[:5], evaluate=False, batch_size=ROWS, shuffle=False)
 
     expected = run(None)
     for mesh in ({"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}):

@@ -1,7 +1,5 @@
 """What the TPU compiler makes of layers that one logical device computes: no chip is needed."""
 
-import importlib.util
-
 import keras
 import pytest
 from compile_only import lower
@@ -12,12 +10,7 @@ from keras_tpu_dist.tools import hlo
 from keras_tpu_dist.tools.dryrun.compile import compile_lowered
 from keras_tpu_dist.tools.hlo.parse import parse
 
-pytestmark = [
-    pytest.mark.tpu_compiler,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"
-    ),
-]
+pytestmark = pytest.mark.tpu_compiler
 L = keras.layers
 
 

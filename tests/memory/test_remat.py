@@ -88,11 +88,15 @@ def dense(remat, x):
 
 
 def convolution(remat, x):
+    return remat(convolutions("block"))(x)
+
+
+def convolutions(name):
     inner = [
         *(L.Conv1D(WIDTH, 3, padding="same", use_bias=False), L.BatchNormalization(momentum=0.8)),
         *(L.ReLU(), L.DepthwiseConv1D(3, padding="same"), L.BatchNormalization()),
     ]
-    return remat(keras.Sequential(inner, name="block"))(x)
+    return keras.Sequential(inner, name=name)
 
 
 def attention(remat, x):
@@ -132,12 +136,6 @@ def low_rank(remat, x):
     return remat(keras.Sequential([first, L.Dropout(0.2), L.Dense(WIDTH)], name="block"))(x)
 
 
-BLOCKS = (
-    *(dense, convolution, attention, grouped, recurrent, nested, shared, losing),
-    *(low_rank,),
-)
-
-
 def classifier(block, remat, **options):
     x = keras.Input((TIME, WIDTH))
     y = L.Dense(3)(L.GlobalAveragePooling1D()(block(remat, x)))
@@ -162,9 +160,12 @@ def trained(block, policy, strategy, forward=False, **options):
     def remat(layer):
         return layer if policy is None else ktd.remat(layer, policy)
 
-    x, y = sequences()
     epochs = options.pop("epochs", 1)
-    model = built(lambda: classifier(block, remat, **options), strategy)
+    return fitted(built(lambda: classifier(block, remat, **options), strategy), epochs, forward)
+
+
+def fitted(model, epochs, forward):
+    x, y = sequences()
     found = {"history": model.fit(x, y, batch_size=8, epochs=epochs, verbose=0).history}
     if forward:
         found["predictions"] = model.predict(x, batch_size=8, verbose=0)
@@ -204,14 +205,12 @@ CASES = [
     (losing, "dots", "none", {}),
     (low_rank, "full", "tensor", {}),
 ]
-# A sample, 20 s each; `python tests/memory/test_remat.py` compares all of them.
-SLOW = [CASES[i] for i in (2, 3, 4, 8, 10, 15)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "policy", "mesh", "options"),
-    SLOW,
+    CASES,
     ids=lambda v: getattr(v, "__name__", None) if callable(v) else None,
 )
 def test_remat_changes_nothing_that_training_leaves(block, policy, mesh, options):
@@ -241,16 +240,3 @@ def test_a_block_may_be_assigned_to_a_logical_device():
         return trained(block, policy, strategy)
 
     assert largest_difference(assigned("full"), assigned(None)) <= 1e-6
-
-
-def main():
-    """All cases, with the differences."""
-    ktd.simulate(8)
-    for block, policy, mesh, options in CASES:
-        kept, again = (trained(block, p, MESHES[mesh](), **options) for p in (None, policy))
-        found = largest_difference(again, kept)
-        print(f"{block.__name__} {policy} {mesh} {options}: {found:.1e}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

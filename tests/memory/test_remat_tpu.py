@@ -24,7 +24,6 @@ def build():
 
 
 def temporaries(remat):
-    pytest.importorskip("libtpu")
     strategy = ktd.TPUStrategy(topology="v5e:2x2", remat=remat)
     return ktd.dry_run(build, strategy, batch_size=ROWS).memory["temporaries"]
 

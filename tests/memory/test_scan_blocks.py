@@ -1,16 +1,23 @@
 """Equal blocks that run as one loop: equal to those that run one by one."""
 
-import sys
-
 import jax
 import keras
 import numpy as np
 import pytest
 from helpers import built, compiled, largest_difference
-from test_remat import MESHES, TIME, WIDTH, Attending, Losing, Plain, sequences
+from test_remat import (
+    MESHES,
+    TIME,
+    WIDTH,
+    Attending,
+    Losing,
+    Plain,
+    convolutions,
+    fitted,
+    sequences,
+)
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import _keras
 
 L = keras.layers
 BLOCKS = 3
@@ -31,14 +38,7 @@ def dense(x):
 
 
 def convolution(x):
-    def block(i):
-        inner = [
-            *(L.Conv1D(WIDTH, 3, padding="same", use_bias=False), L.BatchNormalization()),
-            *(L.ReLU(), L.DepthwiseConv1D(3, padding="same"), L.BatchNormalization()),
-        ]
-        return keras.Sequential(inner, name=f"block_{i}")
-
-    return in_a_row(block, x)
+    return in_a_row(lambda i: convolutions(f"block_{i}"), x)
 
 
 def attention(x):
@@ -141,15 +141,14 @@ class Leaning(L.Layer):
         return x + self.own(self.shared(x))
 
 
+def assigned(x):
+    blocks = [ktd.assign(Plain(name=f"block_{i}"), 1) for i in range(BLOCKS)]
+    return in_a_row(blocks.__getitem__, x)
+
+
 def sharing(x):
     shared = L.Dense(WIDTH, name="shared")
     return in_a_row(lambda i: Leaning(shared, name=f"block_{i}"), x)
-
-
-MODELS = (
-    *(dense, convolution, attention, grouped, again, subclassed, losing, low_rank),
-    *(frozen, tapped, sharing),
-)
 
 
 def classifier(body, **options):
@@ -163,15 +162,10 @@ def classifier(body, **options):
 def trained(body, scan, strategy, forward=False, **options):
     """Everything that two steps of 13 rows leave, seeds and moving statistics included."""
     epochs = options.pop("epochs", 1)
-    x, y = sequences()
     model = built(lambda: classifier(body, **options), strategy)
     if scan:
         assert ktd.scan_blocks(model).runs
-    found = {"history": model.fit(x, y, batch_size=8, epochs=epochs, verbose=0).history}
-    if forward:
-        found["predictions"] = model.predict(x, batch_size=8, verbose=0)
-        found["evaluation"] = model.evaluate(x, y, batch_size=8, verbose=0)
-    return found | {"state": {v.path: np.asarray(v.value) for v in _keras.state_variables(model)}}
+    return fitted(model, epochs, forward)
 
 
 CASES = [
@@ -192,9 +186,8 @@ CASES = [
     (tapped, "fsdp", {}),
     (tapped, "none", {}),
     (sharing, "fsdp", {"forward": True}),
+    (assigned, "tensor", {}),
 ]
-# A sample, 10 s each; `python tests/memory/test_scan_blocks.py` compares all of them.
-SLOW = [CASES[i] for i in (4, 7, 10, 16)]
 
 
 def in_parts(found, expected):
@@ -215,7 +208,7 @@ def assert_same(body, mesh, tolerance=1e-5, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "mesh", "options"),
-    SLOW,
+    CASES,
     ids=lambda v: getattr(v, "__name__", None) if callable(v) else None,
 )
 def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, options):
@@ -253,40 +246,12 @@ def in_plain_blocks(x):
     return in_a_row(lambda i: Leaning(L.LayerNormalization(), name=f"block_{i}"), x)
 
 
-def other_cases():
-    """Mixed precision, blocks on a logical device, and a loop of one's own on each replica."""
-    test_mixed_precision()
-    keras.config.set_dtype_policy("float32")
-    yield "mixed precision"
-
-    def assigned(x):
-        blocks = [ktd.assign(Plain(name=f"block_{i}"), 1) for i in range(BLOCKS)]
-        return in_a_row(blocks.__getitem__, x)
-
-    assert_same(assigned, "tensor")
-    yield "assigned"
-    strategy, x = ktd.TPUStrategy({"data": 8}), sequences(16)[0]
+@pytest.mark.slow
+def test_in_replica_code():
+    strategy, x = MESHES["data8"](), sequences(16)[0]
     model = built(lambda: classifier(dense), strategy)
     expected = model.predict(x, verbose=0)
     assert ktd.scan_blocks(model).runs
     found = strategy.run(model, args=(x,))
     # Each replica is given all rows.
     assert largest_difference(strategy.gather(found, 0), np.tile(expected, (8, 1))) <= 1e-5
-    yield "run"
-
-
-if __name__ == "__main__":
-    ktd.simulate(8)
-    names = sys.argv[1:]
-    for name in other_cases() if not names else ():
-        print("same", name, flush=True)
-        keras.distribution.set_distribution(None)
-    for case in CASES:
-        if names and case[0].__name__ not in names:
-            continue
-        keras.distribution.set_distribution(None)
-        try:
-            assert_same(*case[:2], **case[2])
-            print("same", case[0].__name__, *case[1:], flush=True)
-        except Exception as error:
-            print("NOT", case[0].__name__, *case[1:], type(error), str(error)[:600], flush=True)

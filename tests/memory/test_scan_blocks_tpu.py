@@ -28,7 +28,6 @@ def build(scan):
 
 
 def costs(scan):
-    pytest.importorskip("libtpu")
     strategy = ktd.TPUStrategy(layout="fsdp", topology="v5e:2x2")
     run = ktd.dry_run(lambda: build(scan), strategy, batch_size=ROWS)
     sent = sum(each.sent_bytes * each.times for each in run.cost.collectives)
@@ -54,7 +53,6 @@ class Attending(L.Layer):
 
 def test_blocks_that_call_a_kernel_are_equal(caplog):
     """The kernel is traced once: in the first block with another context than in the others."""
-    pytest.importorskip("libtpu")
 
     def attending():
         x = inputs = keras.Input((512, 256))

@@ -17,7 +17,7 @@ from keras_tpu_dist.processes.channel import PeerError
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from helpers import loaded  # noqa: E402
+from helpers import loaded, stepped  # noqa: E402
 from pydatasets import in_batches  # noqa: E402
 
 own_rows = loaded(HERE / "own_rows.py", "process_own_rows")
@@ -27,8 +27,7 @@ DYNAMIC = ktd.RunOptions(dynamic_batch=True)
 BUCKETS = ktd.RunOptions(buckets="power_of_two", axis=1)
 
 
-def context():
-    return ktd.get_replica_context()
+context = ktd.get_replica_context
 
 
 def by_replica(strategy, name, value):
@@ -167,13 +166,11 @@ def trained(strategy, dataset, found, name):
         mask = context().batch_mask
         rows = context().all_reduce("sum", context().batch_size)
 
-        def compute(weights):
-            predicted, _ = model.stateless_call(weights, [], x)
+        def of_rows(predicted):
             error = jnp.square(predicted - y).mean(-1)
             return jnp.where(mask, error, 0).sum() / rows
 
-        loss, gradients = jax.value_and_grad(compute)([v.value for v in model.trainable_variables])
-        optimizer.apply(context().all_reduce("sum", gradients), model.trainable_variables)
+        loss, _ = stepped(model, optimizer, x, of_rows, "sum")
         seen.update_state(loss, sample_weight=rows)
         return loss
 

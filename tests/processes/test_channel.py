@@ -24,7 +24,6 @@ from keras_tpu_dist.processes.channel import (
     Channel,
     PeerError,
     _Agreement,
-    agree,
 )
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
@@ -223,18 +222,6 @@ def test_the_others_hear_of_an_end_from_process_0():
     Channel(store, 1, 4).write("gone", Absence(ENDED, "has ended its program after save"))
     watches[3]._look()
     assert watches[3]._gone[1].words == "has ended its program after save"
-
-
-def test_whoever_does_not_come_is_named():
-    end = Absence(ENDED, "has ended")
-    gone = lambda missing, waited_s: end if missing == [1] else None  # noqa: E731
-    channel = Channel(Store(), 0, 2, gone)
-    with pytest.raises(PeerError, match=r"process 0: fit; process 1: has ended\. Do the same\."):
-        channel.agree("fit", "Do the same.")
-
-
-def test_one_process_agrees_with_itself():
-    assert agree("fit", "Do the same.", {"a": 1}) == [{"a": 1}]
 
 
 def test_a_watch_knows_who_lives_and_who_is_late():

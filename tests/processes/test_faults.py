@@ -227,13 +227,7 @@ def test_a_fault_ends_all_processes_whoever_started_them(order, fault, tmp_path)
 
 
 def main(runs="1", orders="ours", faults=""):
-    """Prints how often each fault ended as told.
-
-    Args:
-        runs: How often each is made.
-        orders: Which of `ORDERS`, separated by `;`, or "all".
-        faults: Which of `FAULTS`, separated by `;`, or all.
-    """
+    """Prints how often each fault ended as told; `orders` and `faults` are separated by `;`."""
     right = collections.Counter()
     orders = ORDERS if orders == "all" else orders.split(";")
     cases = [

@@ -21,14 +21,11 @@ HERE = pathlib.Path(__file__).parent
 
 
 own_rows = loaded(HERE / "own_rows.py", "process_own_rows")
-launched = loaded(HERE / "test_processes.py", "process_test_processes").launched
+several = loaded(HERE / "test_processes.py", "process_test_processes")
 
 
 def compared(folder, cases, processes, devices):
-    done = launched(
-        *(HERE / "own_rows.py", folder, json.dumps(cases)), processes=processes, devices=devices
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    several.all_run(HERE / "own_rows.py", folder, [json.dumps(cases)], devices, processes)
     for case in cases:
         name = "-".join(map(str, case))
         files = sorted(folder.glob(f"{name}-*.npz"))
@@ -38,16 +35,12 @@ def compared(folder, cases, processes, devices):
         expected = own_rows.run(folder, *case)
         for key in ("predicted", "predicted_on_batch"):
             joined = np.concatenate([each.pop(key) for each in found])
-            np.testing.assert_allclose(
-                joined, expected.pop(key), rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}"
-            )
+            several.assert_equal(joined, expected.pop(key), f"{name}: {key}")
         for each in found:
             del each["count"]
             assert sorted(each) == sorted(expected)
             for key, value in expected.items():
-                np.testing.assert_allclose(
-                    each[key], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}"
-                )
+                several.assert_equal(each[key], value, f"{name}: {key}")
 
 
 @given(

@@ -1,6 +1,5 @@
 """Several processes are one machine: the same numbers as one process, files that open."""
 
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -9,15 +8,13 @@ import sys
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, loaded
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.processes.saving import print_in_one_process
 
 JOB = pathlib.Path(__file__).parent / "job.py"
-_spec = importlib.util.spec_from_file_location("process_job", JOB)
-job = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(job)
+job = loaded(JOB, "process_job")
 PLANS = ("data", "fsdp", "tensor", "model", "cube", "zero")
 FEEDS = ("arrays", "generator", "pydataset", "tf.data")
 
@@ -31,20 +28,21 @@ def launched(script, *arguments, processes, devices, timeout=600):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def all_run(script, folder, cases, devices):
-    """The folder, after two processes have run all cases of a script in it."""
-    done = launched(script, folder, *cases, processes=2, devices=devices)
+def all_run(script, folder, cases, devices, processes=2):
+    """The folder, after several processes have run all cases of a script in it."""
+    done = launched(script, folder, *cases, processes=processes, devices=devices)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return folder
+
+
+def assert_equal(found, expected, name):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def compared(tmp_path, cases, processes, devices):
     (tmp_path / "several").mkdir()
     (tmp_path / "one").mkdir()
-    done = launched(
-        *(JOB, tmp_path / "several", json.dumps(cases)), processes=processes, devices=devices
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    all_run(JOB, tmp_path / "several", [json.dumps(cases)], devices, processes)
     for case in cases:
         expected = (job.feature if len(case) == 1 else job.run)(tmp_path / "one", *case)
         name = "-".join(map(str, case))
@@ -54,16 +52,14 @@ def compared(tmp_path, cases, processes, devices):
             if value.dtype.kind == "U":
                 assert list(found[key]) == list(value)
                 continue
-            np.testing.assert_allclose(
-                found[key], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}"
-            )
+            assert_equal(found[key], value, f"{name}: {key}")
         if len(case) == 1:
             continue
         # What several processes wrote opens here, without a strategy.
-        loaded = keras.saving.load_model(tmp_path / "several" / f"{name}.keras")
+        opened = keras.saving.load_model(tmp_path / "several" / f"{name}.keras")
         weights = [value for key, value in found.items() if key.startswith("weight")]
-        assert_close(loaded.get_weights(), weights)
-        loaded.load_weights(tmp_path / "several" / f"{name}.weights.h5")
+        assert_close(opened.get_weights(), weights)
+        opened.load_weights(tmp_path / "several" / f"{name}.weights.h5")
 
 
 def test_a_bar_is_printed_where_its_program_prints():

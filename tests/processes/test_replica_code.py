@@ -17,17 +17,12 @@ HERE = pathlib.Path(__file__).parent
 
 
 replica_code = loaded(HERE / "replica_code.py", "process_replica_code")
-test_processes = loaded(HERE / "test_processes.py", "process_test_processes")
-FEEDS, launched = test_processes.FEEDS, test_processes.launched
+several = loaded(HERE / "test_processes.py", "process_test_processes")
+FEEDS = several.FEEDS
 
 
 def compared(folder, cases, processes, devices):
-    done = launched(
-        *(HERE / "replica_code.py", folder, json.dumps(cases)),
-        processes=processes,
-        devices=devices,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    several.all_run(HERE / "replica_code.py", folder, [json.dumps(cases)], devices, processes)
     for case in cases:
         name = "-".join(map(str, case))
         found = [dict(np.load(path)) for path in sorted(folder.glob(f"{name}-?.npz"))]
@@ -43,9 +38,7 @@ def compared(folder, cases, processes, devices):
         for number, each in enumerate(found):
             assert shared <= set(each)
             for key, value in each.items():
-                np.testing.assert_allclose(
-                    value, expected[key], 1e-5, 1e-5, err_msg=f"{name}, process {number}: {key}"
-                )
+                several.assert_equal(value, expected[key], f"{name}, process {number}: {key}")
 
 
 # Some cases; the table, 2 x 144, by `python tests/processes/run.py replica`.

@@ -6,12 +6,9 @@ import keras
 
 
 class Acts(keras.callbacks.Callback):
-    """Assigns a weight or sets the learning rate, at each epoch's end and at each step's.
+    """Assigns a weight or sets the learning rate at the end of epochs, and of steps if told.
 
-    Args:
-        what: `"assigns"` or `"sets_rate"`.
-        steps: Whether to act after steps too, of which a launch may have several.
-        stock: Whether Keras must be asked for the state before.
+    With `stock` Keras must be asked for the state before.
     """
 
     def __init__(self, what: str, steps: bool, stock: bool):

@@ -28,14 +28,7 @@ class _Keeps(keras.callbacks.Callback):
 def alone(
     fit: Callable[[list], Any], call: Callable[[keras.Model], Any], model: keras.Model, twin: Any
 ) -> tuple[Any, np.ndarray]:
-    """What fit gives, and what the call may give beside it: one row for each state.
-
-    Args:
-        fit: Trains the model, given callbacks that run before and after all others.
-        call: What runs beside it.
-        model: The model.
-        twin: A model of the same weights.
-    """
+    """What fit gives, and what the call may give beside it, with a twin: a row for each state."""
     states: list = []
     result = fit([_Keeps(states)])
     states.append(model.get_weights())

@@ -18,13 +18,7 @@ _CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
 
 
 class Data:
-    """What fit, evaluate and predict are called with.
-
-    Args:
-        program: The program.
-        model: Its model, for the shapes.
-        rows: How many rows there are, if not as many as the program has.
-    """
+    """What fit, evaluate and predict are called with."""
 
     def __init__(self, program: Program, model: keras.Model, rows: int | None = None):
         choices = program.choices

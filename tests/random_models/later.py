@@ -17,15 +17,7 @@ def changed(
     compile_: Compile,
     folder: Path,
 ):
-    """The model that is trained on, which may be another object.
-
-    Args:
-        what: A value of the option "then".
-        model: A trained model.
-        rebuild: Makes the same model anew, compiled, where the first was made.
-        compile_: Compiles a model.
-        folder: For files; the same in all processes.
-    """
+    """The model that is trained on, which may be another object, after a value of "then"."""
     if what == "frozen":
         weighty = list(_weighty(model))
         weighty[len(weighty) // 2].trainable = False

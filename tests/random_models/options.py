@@ -201,11 +201,7 @@ def _ends_with_an_epoch(choices: dict[str, Any]) -> bool:
 
 
 def drawn(seed: int, fixed: Iterable[tuple[str, Any]] = ()) -> Program:
-    """A program, the same for each seed.
-
-    Raises:
-        ValueError: If what is given is not legal.
-    """
+    """A program, the same for each seed."""
     rng = random.Random(seed)
     fixed = dict(fixed)
     # Trainer and model come first, for those that allow little else are as frequent as others.

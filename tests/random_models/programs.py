@@ -91,11 +91,7 @@ def results_here(
 ) -> dict[str, np.ndarray]:
     """Histories, weights, optimizer steps, evaluation and predictions of a program.
 
-    Args:
-        program: The program.
-        on_mesh: Whether it runs on its mesh, or without a strategy.
-        folder: For files; by default a temporary one.
-        nudged: What an ulp or two in all weights of the model is drawn from; 0 for none.
+    `nudged` is what an ulp or two in all weights of the model is drawn from; 0 for none.
     """
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
@@ -138,14 +134,7 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
 
 
 class _Run:
-    """One run of a program.
-
-    Args:
-        program: The program.
-        strategy: Its strategy, or `None`.
-        folder: For files.
-        nudged: See `results_here`.
-    """
+    """One run of a program."""
 
     def __init__(self, program: Program, strategy: Any, folder: Path, nudged: int = 0):
         self._nudged = nudged

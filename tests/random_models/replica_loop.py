@@ -20,15 +20,7 @@ _EVEN = (*_EVEN, "moved_rows")
 def trained(
     program: Program, model: keras.Model, strategy: Any, number: int, epochs: int
 ) -> dict[str, np.ndarray]:
-    """Losses of each step, and a metric, of a model that replica code trains.
-
-    Args:
-        program: The program.
-        model: Its model, compiled: with the optimizer that is used.
-        strategy: The strategy; `None` for what it should give.
-        number: How many replicas the strategy has.
-        epochs: How often the data is gone through.
-    """
+    """Losses of each step, and a metric, of a model that replica code trains."""
     size, even = program.choices["batch_size"], program.choices["model"] in _EVEN
     rows = program.choices["rows"]
     if even:

@@ -10,11 +10,7 @@ import numpy as np
 
 
 def results(program: dict, timeout: float) -> dict[str, np.ndarray]:
-    """What process 0 found.
-
-    Raises:
-        RuntimeError: If they fail, or take too long; with their last words.
-    """
+    """What process 0 found; their last words are an error if they fail or take too long."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.json"
         path.write_text(json.dumps(program))

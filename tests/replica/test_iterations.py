@@ -32,21 +32,6 @@ def number(batch):
     return int(np.asarray(batch.values[0])[0]) // BATCH
 
 
-def test_a_running_iteration_goes_on_from_the_restored_position(loop):
-    dataset, saved = loop
-    seen, restored = [], False
-    for batch in dataset:
-        seen.append(number(batch))
-        if len(seen) == 2:
-            saved.save(2)
-        if len(seen) == 3 and not restored:
-            restored = True
-            assert saved.restore() == {"step": 2}
-    # The third batch again, and the next epoch begins with the first one.
-    assert seen == [0, 1, 2, 2, 3]
-    assert [number(batch) for batch in dataset] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("where", ["behind", "within", "left"])
 def test_a_second_pass_within_an_epoch_does_not_move_training(loop, where, caplog):
     dataset, saved = loop

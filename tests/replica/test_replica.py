@@ -28,8 +28,7 @@ def local(strategy, value):
     return jax.tree.map(np.asarray, strategy.local_results(value))
 
 
-def context():
-    return ktd.get_replica_context()
+context = ktd.get_replica_context
 
 
 # tf.distribute.Strategy.run: its three examples, with two replicas as there.
@@ -445,14 +444,3 @@ def test_bad_calls(two, devices):
         two.gather(two.run(lambda: 1), axis=0)
     with pytest.raises(RuntimeError, match="without its chips"):
         ktd.TPUStrategy(topology="v5e:2x2").run(lambda: 1)
-
-
-def test_a_per_replica_value_is_no_array(two):
-    value = two.run(lambda: jnp.ones(2))
-    for use in (np.asarray, float, iter, len, lambda v: v + 1, lambda v: 2 * v):
-        with pytest.raises(TypeError, match=r"not one array.*strategy\.local_results"):
-            use(value)
-    with pytest.raises(TypeError, match="PerReplica"):
-        jnp.sum(value)
-    assert value.block_until_ready() is value
-    assert (value.padded_shape, str(value.dtype)) == ((2,), "float32")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, stepped
 
 import keras_tpu_dist as ktd
 
@@ -294,19 +294,7 @@ def test_a_layer_is_frozen_between_two_runs(two, normalized):
 
     def step(x):
         traces.append(1)
-
-        def loss_fn(weights, others):
-            outputs, others = model.stateless_call(weights, others, x, training=True)
-            return keras.ops.mean(outputs**2), others
-
-        weights = [v.value for v in model.trainable_variables]
-        others = [v.value for v in model.non_trainable_variables]
-        (loss, others), gradients = jax.value_and_grad(loss_fn, has_aux=True)(weights, others)
-        gradients = ktd.get_replica_context().all_reduce("mean", gradients)
-        optimizer.apply(gradients, model.trainable_variables)
-        for variable, value in zip(model.non_trainable_variables, others):
-            variable.assign(value)
-        return loss
+        return stepped(model, optimizer, x, lambda outputs: keras.ops.mean(outputs**2))[0]
 
     (x,) = two.distribute_dataset(np.arange(18, dtype="float32").reshape(6, 3), batch_size=6)
     changed = [model.layers[-2] if normalized else model.layers[0]]
@@ -339,18 +327,25 @@ NAN_GUARDS = {
     "in": lambda v: 1.0 in v,
     "bool": bool,
     "isnan": np.isnan,
+    **{each.__name__: each for each in (np.asarray, float, iter, len)},
+    "+": lambda v: v + 1,
+    "2 *": lambda v: 2 * v,
 }
 
 
-@pytest.mark.parametrize("guard", NAN_GUARDS)
-def test_a_value_per_replica_is_no_number(two, guard):
+def test_a_value_per_replica_is_no_number(two):
     value = two.run(lambda x: x * np.nan, (1.0,))
-    with pytest.raises(TypeError, match=r"it is not one array.*Combine it with strategy\.reduce"):
-        NAN_GUARDS[guard](value)
+    for guard in NAN_GUARDS.values():
+        with pytest.raises(TypeError, match=r"not one array.*Combine it with strategy\.reduce"):
+            guard(value)
+    with pytest.raises(TypeError, match="PerReplica"):
+        jnp.sum(value)
 
 
 def test_a_value_per_replica_is_an_object(two):
-    value = two.run(lambda x: x, (1.0,))
+    value = two.run(lambda: jnp.ones(2))
+    assert value.block_until_ready() is value
+    assert (value.padded_shape, str(value.dtype)) == ((2,), "float32")
     assert value != None  # noqa: E711
     assert value != "none"
     assert value in [value]

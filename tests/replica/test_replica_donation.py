@@ -9,7 +9,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data
+from helpers import assert_close, built, data, stepped
+from test_replica_steps import DYNAMIC, Training
 
 import keras_tpu_dist as ktd
 
@@ -45,22 +46,11 @@ class Loop:
         )
 
     def step(self, batch):
-        (x, y), model = batch, self.model
-        context = ktd.get_replica_context()
-
-        def compute(weights, others):
-            logits, others = model.stateless_call(weights, others, x, training=True)
-            each = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-            return each.mean(), others
-
-        weights, others = model.trainable_variables, model.non_trainable_variables
-        values = [v.value for v in weights], [v.value for v in others]
-        (loss, new), gradients = jax.value_and_grad(compute, has_aux=True)(*values)
-        for variable, value in zip(others, new, strict=True):
-            variable.assign(value)
-        self.optimizer.apply(context.all_reduce("mean", gradients), weights)
-        self.metric.update_state(loss)
-        return context.all_reduce("mean", loss)
+        x, y = batch
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        value, _ = stepped(self.model, self.optimizer, x, lambda logits: loss(y, logits))
+        self.metric.update_state(value)
+        return ktd.get_replica_context().all_reduce("mean", value)
 
     def batches(self, rows=8):
         return self.strategy.distribute_dataset((X[:24], Y[:24]), batch_size=rows)
@@ -370,30 +360,11 @@ def test_rows_that_do_not_divide_from_tf_data_under_a_plan(devices, steps):
     strategies = [strategy_of(devices, "4x2", donates) for donates in (True, False)]
 
     def trained(strategy):
-        loop = Loop(strategy)
-
-        def step(batch):
-            (x, y), context = batch, ktd.get_replica_context()
-            mask = context.batch_mask.astype("float32")
-            rows = context.all_reduce("sum", mask.sum())
-
-            def compute(weights):
-                others = [v.value for v in loop.model.non_trainable_variables]
-                logits, _ = loop.model.stateless_call(weights, others, x, training=False)
-                each = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-                return (each * mask).sum() / rows
-
-            weights = loop.model.trainable_variables
-            gradients = jax.grad(compute)([v.value for v in weights])
-            loop.optimizer.apply(context.all_reduce("sum", gradients), weights)
-
-        x, y = data(rows=13 * 6 + 5, features=6)
-        source = tf.data.Dataset.from_tensor_slices((x, y)).batch(13)
-        dynamic = ktd.RunOptions(dynamic_batch=True)
-        for _ in strategy.loop(
-            step, strategy.distribute_dataset(source), steps_per_launch=steps, options=dynamic
-        ):
-            loop.model.get_weights()
-        return loop.state
+        training = Training(strategy)
+        source = tf.data.Dataset.from_tensor_slices(data(rows=13 * 6 + 5, features=6)).batch(13)
+        dataset = strategy.distribute_dataset(source)
+        for _ in strategy.loop(training.step, dataset, steps, options=DYNAMIC):
+            training.model.get_weights()
+        return training.state()
 
     assert_close(*map(trained, strategies))

@@ -20,8 +20,7 @@ BATCHES = 4  # of an optimizer that accumulates their gradients
 KINDS = ("sum", "mean", "only_first_replica", "none")
 
 
-def context():
-    return ktd.get_replica_context()
+context = ktd.get_replica_context
 
 
 def replica_id():

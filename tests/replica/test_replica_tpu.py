@@ -1,22 +1,15 @@
 """The TPU compiler takes the program of strategy.run; no chip is needed."""
 
-import importlib.util
-
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from compile_only import compiled_for_tpu
+from helpers import stepped
 
 import keras_tpu_dist as ktd
 
-pytestmark = [
-    pytest.mark.tpu_compiler,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"
-    ),
-]
+pytestmark = pytest.mark.tpu_compiler
 
 
 @pytest.mark.slow
@@ -38,18 +31,7 @@ def test_a_step_of_4_replicas_of_2_logical_devices_compiles():
 
     def step(x):
         context = ktd.get_replica_context()
-
-        def loss(weights, others):
-            outputs, others = model.stateless_call(weights, others, x, training=True)
-            return (outputs**2).mean(), others
-
-        (value, others), gradients = jax.value_and_grad(loss, has_aux=True)(
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-        )
-        optimizer.apply(context.all_reduce("mean", gradients), model.trainable_variables)
-        for v, new in zip(model.non_trainable_variables, others):
-            v.assign(new)
+        value, _ = stepped(model, optimizer, x, lambda outputs: (outputs**2).mean())
         mean.update_state(value)
         first.assign(first.value + context.replica_id_in_sync_group)
         return [context.all_reduce(op, x > 0) for op in ("max", "min", "sum")], (

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data
+from helpers import assert_close, built, data, stepped
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.replica.call import prepare
 
-
-def context():
-    return ktd.get_replica_context()
+context = ktd.get_replica_context
 
 
 def replica_id():
@@ -442,18 +440,7 @@ def test_a_step_is_one_all_reduce(four):
         optimizer, mean = keras.optimizers.Adam(0.1), keras.metrics.Mean()
 
     def step(x):
-        def loss(weights, others):
-            outputs, others = model.stateless_call(weights, others, x, training=True)
-            return (outputs**2).mean(), others
-
-        weights, others = (
-            [v.value for v in group]
-            for group in (model.trainable_variables, model.non_trainable_variables)
-        )
-        (value, others), gradients = jax.value_and_grad(loss, has_aux=True)(weights, others)
-        optimizer.apply(context().all_reduce("mean", gradients), model.trainable_variables)
-        for v, new in zip(model.non_trainable_variables, others):
-            v.assign(new)
+        value, _ = stepped(model, optimizer, x, lambda outputs: (outputs**2).mean())
         mean.update_state(value)
 
     (batch,) = four.distribute_dataset([np.ones((8, 6), "float32")])

@@ -47,14 +47,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds.
-
-    Attributes:
-        resident_mib: Its memory.
-        arrays_bytes: The bytes of JAX's arrays that are alive.
-        descriptors: Its open files.
-        threads: Its threads, as Python knows them.
-    """
+    """What a process holds."""
 
     resident_mib: float
     arrays_bytes: int
@@ -98,16 +91,7 @@ class Pair:
         self.saved: list[np.ndarray] | None = None
 
     def both(self, action: str, rows: int, number: int) -> None:
-        """Does one thing with both models, and compares.
-
-        Args:
-            action: One of `ACTIONS`.
-            rows: With how many rows.
-            number: The round, from which what is assigned is drawn.
-
-        Raises:
-            AssertionError: If they differ.
-        """
+        """Does one of `ACTIONS` with both models, and compares; `number` draws what is assigned."""
         getattr(self, f"_{action}")(rows, number)
         for ours, stock in zip(self.ours.variables, self.stock.variables, strict=True):
             if "seed" not in ours.path:
@@ -210,15 +194,9 @@ def pairs() -> Iterator[list[Pair]]:
 
 
 def soak(seconds: float, seed: int, most_rows: int = MOST_ROWS) -> tuple[Usage, Usage, Counter]:
-    """Rounds until the time is over.
+    """Rounds until the time is over, counted from the first rounds, which meet every shape.
 
-    Args:
-        seconds: How long, after the first rounds, which meet every shape.
-        seed: Of what is drawn.
-        most_rows: The most rows of a round.
-
-    Returns:
-        What the process held after the first rounds and at the end, and how often each action ran.
+    Gives what the process held then and at the end, and how often each action ran.
     """
     rng, made = random.Random(seed), Counter()
     with pairs() as models:

@@ -2,10 +2,11 @@
 
 import logging
 
+import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built
+from helpers import assert_close, built, sequential
 
 import keras_tpu_dist as ktd
 
@@ -134,8 +135,6 @@ class ReadsGradients(keras.Model):
         return self.dense(x)
 
     def train_step(self, state, data):
-        import jax
-
         trainable, non_trainable, slots, metrics = state
         x, y = data[:2]
 
@@ -178,15 +177,13 @@ def test_what_is_summed_at_every_batch_is_said_once(kind, steps, words, caplog, 
 
 
 def wide():
-    made = keras.Sequential(
-        [keras.Input((256,)), L.Dense(512, activation="relu"), L.Dense(256, name="out")]
-    )
-    made.compile(
-        keras.optimizers.Adam(gradient_accumulation_steps=BATCHES),
-        "mse",
+    return sequential(
+        256,
+        L.Dense(512, activation="relu"),
+        L.Dense(256, name="out"),
+        optimizer=keras.optimizers.Adam(gradient_accumulation_steps=BATCHES),
         steps_per_execution=2 * BATCHES,
     )
-    return made
 
 
 @pytest.mark.tpu_compiler

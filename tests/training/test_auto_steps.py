@@ -2,7 +2,7 @@
 
 import keras
 import pytest
-from helpers import assert_close, built, data, mlp, results
+from helpers import assert_close, built, data, in_launches, results
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input import batches
@@ -11,14 +11,7 @@ from keras_tpu_dist.training.auto_steps import steps_of_a_launch, steps_that_fit
 
 
 def _build(n):
-    def build():
-        model = mlp()
-        model.compile(
-            "adam", "sparse_categorical_crossentropy", metrics=["accuracy"], steps_per_execution=n
-        )
-        return model
-
-    return build
+    return in_launches(n, metrics=["accuracy"])
 
 
 class Ends(keras.callbacks.Callback):

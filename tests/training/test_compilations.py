@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, sequential
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -24,19 +24,15 @@ OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "
 OPTIMIZERS += ["Lion", "Adafactor", "Lamb", "Muon"]
 
 
-def built(strategy, seed=1, **options):
+def dropped():
+    return [keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.2, seed=3)]
+
+
+def built(strategy, hidden=dropped, optimizer="adam", **options):
+    options = {"metrics": ["mae"]} | options
     with strategy.scope():
-        keras.utils.set_random_seed(seed)
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(8, activation="relu"),
-                keras.layers.Dropout(0.2, seed=3),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(**{"optimizer": "adam", "loss": "mse", "metrics": ["mae"], **options})
-    return model
+        keras.utils.set_random_seed(1)
+        return sequential(4, *hidden(), keras.layers.Dense(1), optimizer=optimizer, **options)
 
 
 def fitted(model, rows=13, **options):
@@ -262,19 +258,10 @@ def test_threads():
 
 
 def by_row(strategy, **options):
-    with strategy.scope():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(8, activation="gelu"),
-                keras.layers.BatchNormalization(),
-                keras.layers.LayerNormalization(),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(**{"optimizer": "adam", "loss": "mse", "metrics": ["mae"], **options})
-    return model
+    layers = keras.layers
+    norms = layers.BatchNormalization, layers.LayerNormalization
+    hidden = lambda: [layers.Dense(8, activation="gelu"), *(norm() for norm in norms)]  # noqa: E731
+    return built(strategy, hidden, **options)
 
 
 def of_many_sizes(model):

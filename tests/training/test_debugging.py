@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import built
+from helpers import built, sequential
 from jax.experimental import checkify
 
 import keras_tpu_dist as ktd
@@ -32,9 +32,7 @@ class Bad(keras.layers.Layer):
 
 def build(makes="nans", steps=1, layers=1):
     hidden = [keras.layers.Dense(4) for _ in range(layers)]
-    model = keras.Sequential([keras.Input((6,)), *hidden, Bad(makes)])
-    model.compile("sgd", "mean_absolute_error", steps_per_execution=steps)
-    return model
+    return sequential(6, *hidden, Bad(makes), loss="mean_absolute_error", steps_per_execution=steps)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -94,9 +92,7 @@ def test_a_step_that_is_right_runs_in_every_mode(mode):
 
     def fitted(strategy):
         def dense():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", steps_per_execution=2)
-            return model
+            return sequential(6, keras.layers.Dense(1), steps_per_execution=2)
 
         model = built(dense, strategy)
         model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
@@ -137,9 +133,7 @@ def test_checks_of_checkify(mesh):
 
     def build(functionalized):
         layers = [keras.layers.Dense(8), Checked(functionalized), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((6,)), *layers])
-        model.compile("sgd", "mse", run_eagerly=not functionalized)
-        return model
+        return sequential(6, *layers, run_eagerly=not functionalized)
 
     strategy = ktd.TPUStrategy(mesh, "auto" if "fsdp" in mesh else "tensor_parallel")
     for functionalized in (False, True):

@@ -1,9 +1,10 @@
 """One device = eight devices = a two-axis mesh, for models, batch sizes and ways to train."""
 
+import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, compiled, data, mlp, results
+from helpers import assert_close, built, compiled, data, mlp, results, sequential
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -12,19 +13,15 @@ MESHES = [{"data": 8}, {"data": 4, "model": 2}]
 
 
 def _cnn():
-    return compiled(
-        keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                keras.layers.Conv2D(4, 3),
-                keras.layers.BatchNormalization(),
-                keras.layers.ReLU(),
-                keras.layers.GlobalAveragePooling2D(),
-                keras.layers.Dense(3, activation="softmax"),
-            ]
-        ),
-        keras.optimizers.SGD(0.05, momentum=0.9),
-        "sparse_categorical_crossentropy",
+    return sequential(
+        (8, 8, 1),
+        keras.layers.Conv2D(4, 3),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.GlobalAveragePooling2D(),
+        keras.layers.Dense(3, activation="softmax"),
+        optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+        loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
 
@@ -44,24 +41,26 @@ def _dropout():
 
 
 def _lstm():
-    model = keras.Sequential(
-        [keras.Input((5, 4)), keras.layers.LSTM(6), keras.layers.Dense(3, activation="softmax")]
+    return sequential(
+        (5, 4),
+        keras.layers.LSTM(6),
+        keras.layers.Dense(3, activation="softmax"),
+        optimizer="adam",
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
     )
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
 
 
 def _embedding():
-    model = keras.Sequential(
-        [
-            keras.Input((7,), dtype="int32"),
-            keras.layers.Embedding(20, 8, mask_zero=True),
-            keras.layers.GlobalAveragePooling1D(),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
+    return sequential(
+        keras.Input((7,), dtype="int32"),
+        keras.layers.Embedding(20, 8, mask_zero=True),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(3, activation="softmax"),
+        optimizer="adam",
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
     )
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
 
 
 def _inputs(name, rows):
@@ -190,8 +189,6 @@ def test_run_eagerly():
 
 
 def test_custom_train_step():
-    import jax
-
     class Doubled(keras.Model):
         def __init__(self):
             super().__init__()
@@ -282,12 +279,11 @@ class LargestConfidence(keras.metrics.Metric):
 @pytest.mark.slow
 def test_metrics_are_exact_on_ragged_tails():
     def build():
-        return compiled(
-            keras.Sequential(
-                [keras.Input((6,)), keras.layers.Dense(3, activation="softmax", name="out")]
-            ),
-            "adam",
-            "categorical_crossentropy",
+        return sequential(
+            6,
+            keras.layers.Dense(3, activation="softmax", name="out"),
+            optimizer="adam",
+            loss="categorical_crossentropy",
             metrics=[
                 keras.metrics.AUC(num_thresholds=50),
                 keras.metrics.Precision(),

@@ -8,13 +8,14 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import At, Stop, assert_close, built, compiled, data, in_launches, mlp
+from helpers import At, Stop, assert_close, built, compiled, data, in_launches, mlp, sequential
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training import guard
+from keras_tpu_dist.training import guard, loop
 from keras_tpu_dist.training.membership import fit_in_training, of_model
 
 X, Y = data(40)
+slow = pytest.mark.slow
 
 
 def _strategy(**options):
@@ -55,43 +56,40 @@ def test_callback_that_raises_in_fit(donate, step, error):
     _still_trains(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_generator_that_raises(donate, step, prefetch):
-    model = built(mlp, _strategy(donate_state=donate, prefetch=prefetch))
-    with pytest.raises(OSError, match="disk gone"):
-        model.fit(_batches(step, OSError("disk gone")), shuffle=False, verbose=0)
+@pytest.mark.parametrize(
+    ("error", "step", "prefetch", "launch"),
+    [
+        (OSError, 4, 2, 2),
+        *((KeyboardInterrupt, 4, None, launch) for launch in (1, 2)),
+        *(pytest.param(OSError, *each, marks=slow) for each in [(2, 0, 1), (3, 2, 1), (3, 2, 4)]),
+    ],
+)
+def test_generator_that_raises(donate, error, step, prefetch, launch):
+    model = built(in_launches(launch), _strategy(donate_state=donate, prefetch=prefetch))
+    with pytest.raises(error, match="disk gone"):
+        model.fit(_batches(step, error("disk gone")), shuffle=False, verbose=0)
     assert_close(model.get_weights(), _weights_after(step))
     _still_trains(model)
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_first_batch_that_does_not_fit_the_model(donate):
-    model = built(mlp, _strategy(donate_state=donate))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
-        model.fit(X[:, :5], Y, batch_size=8, verbose=0)
-    assert_close(model.get_weights(), before, 0)
-    with pytest.raises(ValueError, match="shape"):
-        model.fit(X, np.zeros((40, 3, 7)), batch_size=8, verbose=0)
-    assert_close(model.get_weights(), before, 0)
-    _still_trains(model)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_batch_that_does_not_fit_the_model(donate, steps):
+    def batches(x, y):
+        for i in range(0, 8 * steps, 8):
+            yield X[i : i + 8], Y[i : i + 8]
+        yield x, y
 
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_later_batch_that_does_not_fit_the_model(donate):
-    def batches():
-        yield X[:8], Y[:8]
-        yield X[8:16], Y[8:16]
-        yield X[16:24, :5], Y[16:24]
-
-    model = built(mlp, _strategy(donate_state=donate))
-    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
-        model.fit(batches(), shuffle=False, verbose=0)
-    assert_close(model.get_weights(), _weights_after(2))
-    _still_trains(model)
+    for wrong, words in (
+        ((X[:8, :5], Y[:8]), r"expected.*6|incompatible"),
+        ((X[:8], np.zeros((8, 3, 7))), "shape"),
+    ):
+        model = built(mlp, _strategy(donate_state=donate))
+        with pytest.raises(ValueError, match=words):
+            model.fit(batches(*wrong), shuffle=False, verbose=0)
+        assert_close(model.get_weights(), _weights_after(steps))
+        _still_trains(model)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad logs"), KeyboardInterrupt()])
@@ -131,17 +129,10 @@ def test_on_batch_calls_that_raise():
 
 def test_validation_that_raises_keeps_the_epoch():
     model = built(mlp, _strategy())
-
+    callbacks = [At(1, method="on_test_batch_end")]
+    options = {"shuffle": False, "verbose": 0, "validation_data": (X, Y), "callbacks": callbacks}
     with pytest.raises(Stop):
-        model.fit(
-            X,
-            Y,
-            batch_size=8,
-            shuffle=False,
-            verbose=0,
-            validation_data=(X, Y),
-            callbacks=[At(1, method="on_test_batch_end")],
-        )
+        model.fit(X, Y, batch_size=8, **options)
     assert_close(model.get_weights(), _weights_after(5))
     _still_trains(model)
 
@@ -165,32 +156,33 @@ def test_a_learning_rate_set_between_epochs_survives_a_failure_in_the_next_first
     assert_close(model.get_weights(), _weights_after(5))
 
 
-class Sabotage:
-    """Stands in for a launch that dies on the device after it consumed its donated input."""
+def after_launch(monkeypatch, n, act):
+    """Calls `act` with the state of the n-th launch of training, right after that launch."""
+    real = loop.jitted_step
 
-    def __init__(self, monkeypatch, at_step):
-        from keras_tpu_dist.training import loop
+    def jitted(trainer, kind, *rest, **options):
+        step = real(trainer, kind, *rest, **options)
+        calls = []
 
-        real = loop.jitted_step
+        def run(state, batch):
+            calls.append(1)
+            done = step(state, batch)
+            if kind == "train" and len(calls) == n:
+                act(state)
+            return done
 
-        def sabotaged(trainer, kind, *rest, **options):
-            step = real(trainer, kind, *rest, **options)
-            calls = []
+        return run
 
-            def run(state, batch):
-                calls.append(1)
-                done = step(state, batch)
-                if kind == "train" and len(calls) == at_step:
-                    raise RuntimeError("the launch died")
-                return done
+    monkeypatch.setattr(loop, "jitted_step", jitted)
 
-            return run
 
-        monkeypatch.setattr(loop, "jitted_step", sabotaged)
+def dies(state):
+    """As a launch that dies on the device after it consumed its donated input."""
+    raise RuntimeError("the launch died")
 
 
 def test_a_launch_that_dies_after_it_began_gives_back_the_state_before_it(monkeypatch):
-    Sabotage(monkeypatch, at_step=4)
+    after_launch(monkeypatch, 4, dies)
     model = built(mlp, _strategy(donate_state=False))
     with pytest.raises(RuntimeError, match="the launch died"):
         model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
@@ -203,7 +195,7 @@ def test_a_launch_that_consumed_its_state_gives_back_the_start_of_an_epoch(
     every_s, monkeypatch, caplog
 ):
     """Of this one, or, for at most a minute, of one before."""
-    Sabotage(monkeypatch, at_step=8)
+    after_launch(monkeypatch, 8, dies)
     monkeypatch.setattr(guard, "_COPY_EVERY_S", every_s)
     model = built(mlp, _strategy(donate_state=True))
     before = model.get_weights()
@@ -308,25 +300,11 @@ def test_train_on_batch_copies_a_donated_state_once_a_minute(monkeypatch, caplog
 
 
 def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch):
-    from keras_tpu_dist.training import loop
+    def interrupts(state):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state[0]))
 
-    real = loop.jitted_step
-
-    def interrupting(trainer, kind, *rest, **options):
-        step = real(trainer, kind, *rest, **options)
-        calls = []
-
-        def run(state, batch):
-            done = step(state, batch)
-            calls.append(1)
-            if len(calls) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-                assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state[0]))
-            return done
-
-        return run
-
-    monkeypatch.setattr(loop, "jitted_step", interrupting)
+    after_launch(monkeypatch, 3, interrupts)
     handler = signal.getsignal(signal.SIGINT)
     model = built(mlp, _strategy(donate_state=True))
     with pytest.raises(KeyboardInterrupt):
@@ -346,8 +324,7 @@ def test_nan_check_of_jax_names_the_failure_and_keeps_the_weights():
 
 
 def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
-    from keras_tpu_dist.training.guard import states_to_keep
-
+    states_to_keep = guard.states_to_keep
     variables = built(mlp, _strategy()).variables
     state_bytes = sum(v.value.nbytes for v in variables)
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [32, 32, 0]
@@ -408,16 +385,6 @@ def test_what_fails_after_a_launch_keeps_its_weights(donate, launch):
 
 
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("launch", [1, 2])
-def test_an_interrupt_while_the_next_launch_is_read_keeps_the_last(donate, launch):
-    model = built(in_launches(launch), _strategy(donate_state=donate))
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(_batches(4, KeyboardInterrupt()), shuffle=False, verbose=0)
-    assert_close(model.get_weights(), _weights_after(4))
-    _still_trains(model)
-
-
-@pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("error", [TypeError, MemoryError, KeyboardInterrupt])
 def test_batches_that_cannot_be_placed_ahead_keep_the_steps_before(monkeypatch, donate, error):
     strategy = _strategy(donate_state=donate)
@@ -455,9 +422,7 @@ def test_slots_count_for_what_is_kept_also_after_a_prediction():
 
     def deep():
         layers = [keras.layers.Dense(4) for _ in range(20)]
-        model = keras.Sequential([keras.Input((X.shape[1],)), *layers, keras.layers.Dense(4)])
-        model.compile("adam", "mse")
-        return model
+        return sequential(X.shape[1], *layers, keras.layers.Dense(4), optimizer="adam")
 
     model = built(deep, _strategy())
     model.predict(X, verbose=0)

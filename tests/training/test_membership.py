@@ -1,7 +1,6 @@
 """A model keeps its strategy; what was built elsewhere is moved, once, and said so."""
 
 import contextlib
-import gc
 import logging
 import weakref
 
@@ -9,7 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp, results
+from helpers import assert_close, built, data, mlp, results, sequential
 from jax.sharding import NamedSharding
 
 import keras_tpu_dist as ktd
@@ -269,24 +268,10 @@ def test_cloned_models_and_submodels():
     clone.compile("sgd", "sparse_categorical_crossentropy")
     with strategy.scope():
         clone.fit(X, Y, batch_size=30, verbose=0)
-        outer = keras.Sequential([keras.Input((6,)), model, keras.layers.Dense(2)])
-        outer.compile("sgd", "sparse_categorical_crossentropy")
+        outer = sequential(6, model, keras.layers.Dense(2), loss="sparse_categorical_crossentropy")
     outer.fit(X, np.minimum(Y, 1), batch_size=30, verbose=0)
     assert _on_mesh(clone, strategy)
     assert _on_mesh(outer, strategy)
-
-
-@pytest.mark.slow
-def test_a_strategy_does_not_keep_models_alive():
-    strategy = ktd.TPUStrategy()
-    model = built(mlp, strategy)
-    model.fit(X[:8], Y[:8], verbose=0)
-    gone = weakref.ref(model)
-    del model
-    keras.utils.clear_session()
-    gc.collect()
-    assert gone() is None
-    assert strategy.num_replicas_in_sync == 8
 
 
 def test_new_variables_of_a_model_that_is_in_place_are_no_warning(caplog):
@@ -308,8 +293,7 @@ def test_new_variables_of_a_model_that_is_in_place_are_no_warning(caplog):
 def test_a_variable_is_shown_where_it_will_lie(layout):
     strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, layout)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((64,)), *map(keras.layers.Dense, (64, 64))])
-        model.compile("adam", "mse")
+        model = sequential(64, *map(keras.layers.Dense, (64, 64)), optimizer="adam")
     before = [str(strategy.show(v)) for v in model.weights]
     model.predict(np.zeros((8, 64)), verbose=0)
     assert [str(strategy.show(v)) for v in model.weights] == before

@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, compiled, data, mlp
+from helpers import assert_close, built, compiled, data, mlp, sequential
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
@@ -129,8 +129,7 @@ def test_layers_of_two_strategies():
     with second.scope():
         other = keras.layers.Dense(4, name="other")
         other.build((None, 4))
-    model = keras.Sequential([keras.Input((6,)), one, other])
-    model.compile("sgd", "mse")
+    model = sequential(6, one, other)
     x, y = np.ones((8, 6)), np.ones((8, 4))
     with pytest.raises(ValueError, match=r"one mesh.*'one/kernel' on .*\[0, 1, 2, 3\].*'other/ker"):
         model.fit(x, y, verbose=0)
@@ -186,9 +185,7 @@ def test_a_plan_that_falls_back_is_a_warning_once(caplog):
     strategy = ktd.TPUStrategy({"data": 1, "model": 8}, "tensor_parallel")
 
     def odd():
-        model = keras.Sequential([keras.Input((601,)), keras.layers.Dense(603)])
-        model.compile("sgd", "mse")
-        return model
+        return sequential(601, keras.layers.Dense(603))
 
     model = built(odd, strategy)
     for _ in range(2):

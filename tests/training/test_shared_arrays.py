@@ -16,6 +16,7 @@ import shared_arrays
 from helpers import TOLERANCE
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.training import buffers
 
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 8})
 
@@ -58,8 +59,6 @@ def test_a_model_of_many_variables(case, mesh):
 
 
 def test_what_is_copied_is_copied_once(monkeypatch):
-    from keras_tpu_dist.training import buffers
-
     copied = []
     stock = buffers.copies_apart
     monkeypatch.setattr(
@@ -76,16 +75,12 @@ def test_what_is_copied_is_copied_once(monkeypatch):
 
 
 def test_a_state_is_copied_in_groups(monkeypatch):
-    from keras_tpu_dist.training import buffers
-
     monkeypatch.setattr(buffers, "_GROUP_BYTES", 300)
     gap = shared_arrays.difference("deleted", {"data": 8}, 1, donate_state=True)
     assert gap <= TOLERANCE
 
 
 def test_a_group_is_freed_before_the_next_is_copied(monkeypatch):
-    from keras_tpu_dist.training import buffers
-
     originals, alive, stock = [], [], buffers.copies_apart
 
     def copied(arrays):

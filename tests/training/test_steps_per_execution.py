@@ -7,6 +7,8 @@ import pytest
 from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
+from keras_tpu_dist.training import loop
 
 
 class Counting(keras.Model):
@@ -133,35 +135,11 @@ def test_batches_of_changing_size_in_one_launch():
     assert_close(run(built(_build(3), _strategy())), run(built(_build(1), None)))
 
 
-@pytest.mark.slow
-def test_an_error_in_the_middle_of_a_group_keeps_the_steps_before_it():
-    x, y = data(40)
-
-    def batches(error_at):
-        for step in range(10):
-            if step == error_at:
-                raise OSError("disk gone")
-            yield x[4 * step : 4 * step + 4], y[4 * step : 4 * step + 4]
-
-    for error_at in (3, 4, 6):
-        model = built(_build(4), _strategy())
-        with pytest.raises(OSError, match="disk gone"):
-            model.fit(batches(error_at), shuffle=False, verbose=0)
-        expected = built(_build(1), None)
-        rows = 4 * error_at
-        expected.fit(x[:rows], y[:rows], batch_size=4, shuffle=False, verbose=0)
-        assert_close(model.get_weights(), expected.get_weights())
-        model.fit(x, y, batch_size=4, verbose=0)
-
-
 def test_a_scan_is_one_program_with_a_loop():
     model = built(_build(5), _strategy())
     x, y = data(40)
     model.fit(x, y, batch_size=4, verbose=0)
     strategy = _strategy()
-    from keras_tpu_dist import _keras
-    from keras_tpu_dist.training import loop
-
     with strategy.scope():
         scan = loop.jitted_step(model, "train", strategy.placer, False, scanned=True)
         state = model._get_jax_state(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, stepped
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -79,18 +79,7 @@ def of_loops(strategy, made):
 
     def step(batch):
         x, y = batch
-
-        def loss_fn(weights, others):
-            outputs, others = made.stateless_call(weights, others, x, training=True)
-            return jnp.mean((outputs - y) ** 2), (outputs, others)
-
-        weights = [v.value for v in made.trainable_variables]
-        others = [v.value for v in made.non_trainable_variables]
-        (loss, (outputs, others)), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
-            weights, others
-        )
-        gradients = ktd.get_replica_context().all_reduce("mean", gradients)
-        optimizer.apply(gradients, made.trainable_variables)
+        loss, outputs = stepped(made, optimizer, x, lambda outputs: jnp.mean((outputs - y) ** 2))
         mae.update_state(y, outputs)
         return loss, outputs
 

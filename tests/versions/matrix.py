@@ -107,6 +107,7 @@ def of_replica_code(topology):
     import jax
     import keras
     import numpy as np
+    from helpers import stepped
 
     import keras_tpu_dist as ktd
     from keras_tpu_dist.tools import hlo
@@ -117,14 +118,8 @@ def of_replica_code(topology):
         model, optimizer = mlp(), keras.optimizers.Adam()
 
     def step(x, y):
-        def loss(weights):
-            outputs, _ = model.stateless_call(weights, [], x)
-            return ((outputs - y) ** 2).mean()
-
-        value, gradients = jax.value_and_grad(loss)([v.value for v in model.trainable_variables])
-        context = ktd.get_replica_context()
-        optimizer.apply(context.all_reduce("mean", gradients), model.trainable_variables)
-        return context.all_reduce("mean", value)
+        value, _ = stepped(model, optimizer, x, lambda outputs: ((outputs - y) ** 2).mean())
+        return ktd.get_replica_context().all_reduce("mean", value)
 
     batch = (np.ones((8 * devices, 128), "float32"), np.ones((8 * devices, 16), "float32"))
     (placed,) = strategy.distribute_dataset([batch])
