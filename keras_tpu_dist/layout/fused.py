@@ -28,6 +28,7 @@ from keras_tpu_dist.programs.graph import (
     graph_of,
     root_of,
 )
+from keras_tpu_dist.programs.jaxprs import any_equation
 
 # Constrains the layout of the array of a weight that is reshaped.
 Laid = Callable[[Atom, Any], Any]
@@ -180,6 +181,10 @@ def _makes_last(layer: Any) -> bool:
     return len(names) == 2 and names[-1] == output[-1] and names[0] not in output
 
 
+# What takes features apart. See `_factors`.
+_ENDS = ("reshape", "split", "slice")
+
+
 def _ended(end: Equation, apart: Any) -> list[Any]:
     """The results of an operation on features that are already separated."""
     dtype = end.results[0].aval.dtype
@@ -325,6 +330,8 @@ def taken_apart(
         The program, a `ClosedJaxpr`, and the new shapes of the reshaped weights; the same
         program, and no shapes, if there are none.
     """
+    if not any_equation(jaxpr, lambda equation: equation.primitive.name in _ENDS):
+        return jaxpr, {}
     graph = graph_of(jaxpr)
     number = {id(atom): n for n, atom in enumerate(graph.inputs[:weights])}
     ids = list(number)
