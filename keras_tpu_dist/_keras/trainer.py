@@ -72,6 +72,7 @@ def serve(
     created: Callable[[Any], None],
     compiling: Callable[[Any], Any],
     reading: Callable[[list, Callable[[], Any]], Any],
+    assigning: Callable[[Callable[[], Any]], Any],
     writing: Callable[..., Any],
 ) -> None:
     """Declares the replacements of the trainer's methods.
@@ -80,6 +81,7 @@ def serve(
         find_strategy: Returns the strategy to run a model under, or `None` for stock Keras.
         created: Called with every new model, and every one that is compiled.
         reading: Called as `reading(variables, read)`; calls `read()`, which reads them together.
+        assigning: Called as `assigning(assign)`; calls `assign()`, which assigns variables.
         writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is
             Keras's own function.
     """
@@ -88,7 +90,7 @@ def serve(
         *_creating(created, compiling),
         *_data(),
         *_bookkeeping(),
-        *_variables(reading),
+        *_variables(reading, assigning),
         *_saving(reading, writing),
         *_records(),
     )
@@ -154,8 +156,27 @@ def _records() -> list[Replacement]:
     ]
 
 
-def _variables(reading) -> list[Replacement]:
+# Methods that assign several variables one by one.
+_ASSIGNING = (
+    ("keras:Layer", "set_weights"),
+    ("keras.optimizers:Optimizer", "finalize_variable_values"),
+    ("keras.callbacks:SwapEMAWeights", "_swap_variables"),
+)
+
+
+def _variables(reading, assigning) -> list[Replacement]:
+    together = [
+        Replacement(
+            owner,
+            name,
+            functools.partial(_assigning, assigning),
+            why="a prediction in another thread sees no mixture of weights",
+            hook="a lock of the training state",
+        )
+        for owner, name in _ASSIGNING
+    ]
     return [
+        *together,
         Replacement(
             "keras:Variable",
             "_initialize_layout",
@@ -469,6 +490,11 @@ def _reading(reading, stock, layer, *args, **kwargs):
     variables = state_variables(layer) if isinstance(layer, keras.Model) else layer.weights
     read = functools.partial(stock, layer, *args, **kwargs)
     return read() if stateless_scope() is not None else reading(variables, read)
+
+
+def _assigning(assigning, stock, *args, **kwargs):
+    assign = functools.partial(stock, *args, **kwargs)
+    return assign() if stateless_scope() is not None else assigning(assign)
 
 
 def _save(reading, writing, stock, model, *args, **kwargs):

@@ -28,7 +28,7 @@ from keras_tpu_dist.training.generation import Generation
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
+from keras_tpu_dist.training.turns import Turns, assign_together, compiling, read_together, turns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -512,4 +512,4 @@ def chosen(variable: Any, layout: Any) -> Any:
     return layout
 
 
-_keras.serve(find_strategy, created, compiling, read_together, written_once)
+_keras.serve(find_strategy, created, compiling, read_together, assign_together, written_once)

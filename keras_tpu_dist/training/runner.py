@@ -36,7 +36,13 @@ from keras_tpu_dist.training.loop import Evaluation, Prediction, StepLoop, Train
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.running import RunningCall, as_running, running_call
-from keras_tpu_dist.training.turns import TRAINING, Recompiled, consistent_values, turns_of
+from keras_tpu_dist.training.turns import (
+    TRAINING,
+    Recompiled,
+    assigning,
+    consistent_values,
+    turns_of,
+)
 
 
 class Runner:
@@ -219,6 +225,7 @@ class Runner:
         owners = {id(owner): owner for v in chain(*groups) if (owner := _keras.owner_of(v))}
         owners[id(member.turns)] = member.turns
         with contextlib.ExitStack() as locks:
+            locks.enter_context(assigning)
             for _, owner in sorted(owners.items()):
                 locks.enter_context(owner.lock)
                 owner.note_outside_reader()

@@ -25,6 +25,11 @@ _WARN_AFTER_S = 10.0
 _LOOK_AFTER_S = 1.0
 
 
+# Held while several variables are assigned one by one, and while a state is read: which models
+# have a variable is not known everywhere. Taken before the lock of a model.
+assigning = threading.RLock()
+
+
 class Turns:
     """The threads that run a model now.
 
@@ -213,6 +218,7 @@ def consistent_values(variables: list) -> Iterator[None]:
     """
     owners = {id(owner): owner for v in variables if (owner := _keras.owner_of(v)) is not None}
     with contextlib.ExitStack() as held:
+        held.enter_context(assigning)
         # Sorted: two threads that lock several models in different orders would deadlock.
         for _, owner in sorted(owners.items()):
             held.enter_context(owner.lock)
@@ -229,13 +235,23 @@ def read_together(variables: list, read: Callable[[], Any]) -> Any:
     """
     owners = (_keras.owner_of(v) for v in variables)
     if not any(owner is not None and owner.elsewhere for owner in owners):
-        before = _keras.values_of(variables)
+        with assigning:
+            before = _keras.values_of(variables)
         result = read()
         # A first launch in another thread may come in between: no owner knows of it in advance.
         if all(map(operator.is_, before, _keras.values_of(variables))):
             return result
     with consistent_values(variables):
         return read()
+
+
+def assign_together(assign: Callable[[], Any]) -> Any:
+    """Calls a function that assigns variables one by one, such as `set_weights`.
+
+    What another thread starts meanwhile sees either none of the new values or all of them.
+    """
+    with assigning:
+        return assign()
 
 
 @contextlib.contextmanager

@@ -424,3 +424,79 @@ def test_a_first_fit_within_a_predict_leaves_it_its_function():
     trained.predict(X, batch_size=len(X), callbacks=[fits], verbose=0)
     assert_close(trained.get_weights(), expected)
     assert_close(trained.predict(X, verbose=0), alone.predict(X, verbose=0))
+
+
+def averaged_fit(trained):
+    """At its end, an optimizer assigns its averages to the weights."""
+    trained.fit(X, np.eye(3)[Y], batch_size=8, verbose=0)
+
+
+def given_weights(trained):
+    trained.set_weights([weight + 0.1 for weight in trained.get_weights()])
+
+
+def swapped(trained):
+    """Keras's callback has the averages in the model while it is evaluated."""
+    trained.evaluate(X, np.eye(3)[Y], verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
+@pytest.mark.parametrize("assign", [averaged_fit, given_weights, swapped])
+def test_weights_that_are_assigned_one_by_one_are_not_mixed(assign, monkeypatch):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(8, use_bias=False) for _ in range(3)]
+        trained = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+        compiled(trained, optimizer, "mse")
+    trained.fit(X, np.eye(3)[Y], batch_size=8, epochs=2, verbose=0)
+    # A fit ends with its averages; these steps do not.
+    for _ in range(3):
+        trained.train_on_batch(X[:8], np.eye(3)[Y[:8]])
+    trained.evaluate(X, np.eye(3)[Y], verbose=0)
+    trained.predict(X, verbose=0)
+    weights = trained.trainable_variables
+    states, begun, done = [], threading.Event(), threading.Event()
+    kind = type(weights[0])
+    plain = kind.assign
+
+    def values():
+        return [np.asarray(weight.value) for weight in weights]
+
+    def slowly(variable, value):
+        """Long enough for a prediction between any two of the model's weights."""
+        if variable is weights[0]:
+            states.append(values())
+            begun.set()
+        assigned = plain(variable, value)
+        if any(variable is weight for weight in weights):
+            done.wait(0.1)
+        if variable is weights[-1]:
+            states.append(values())
+        return assigned
+
+    def predictions():
+        assert begun.wait(60)
+        found = []
+        while not done.is_set():
+            found.append(trained.predict(X, verbose=0))
+        return found
+
+    def assigned():
+        try:
+            assign(trained)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(kind, "assign", slowly)
+    found, _ = in_threads(predictions, assigned)
+    assert found
+    possible = []
+    for *kernels, bias in states:
+        outputs = X
+        for kernel in kernels:
+            outputs = outputs @ kernel
+        possible.append(outputs + bias)
+    for predicted in found:
+        gaps = [np.abs(predicted - one).max() for one in possible]
+        assert min(gaps) < 1e-5 * np.abs(predicted).max(), gaps
