@@ -8,13 +8,11 @@ KTD_TEXTS=20000 KTD_SEED=1 pytest -n 0 tests/test_readers.py -k odd_texts
 
 import contextlib
 import copy
-import gzip
 import json
 import pathlib
 import re
 import resource
 import signal
-import tempfile
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -34,8 +32,6 @@ from keras_tpu_dist.input.position import (
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.tools.dryrun.cache import Cache
-from keras_tpu_dist.tools.dryrun.compile import _kept
 from keras_tpu_dist.tools.shell import given as shell
 
 SECONDS, BYTES, GROWTH = 5, 64 * 2**20, 4 * 2**30
@@ -125,26 +121,6 @@ def read_marks(text: str) -> None:
     keras.layers.Dense.from_config({**layer.get_config()})
 
 
-KEY = "a" * 64
-
-
-def a_compilation() -> str:
-    memory = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code", "peak"), 3)
-    value = {"text": "HloModule a", "memory": memory, "error": None, "rematerialized": ["a/b"]}
-    value |= {"effort": "quick", "compiled_for": "CPU", "seconds": 1.0, "cpu_seconds": 1.0}
-    return json.dumps({"key": KEY, "value": {**value, "peak_process_bytes": 5}})
-
-
-def read_cache(text: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        data = text.encode("utf-8", "surrogatepass")
-        file = pathlib.Path(folder, KEY + ".json.gz")
-        for content in (data, gzip.compress(data, 1), gzip.compress(data, 1)[: len(data) // 2]):
-            file.write_bytes(content)
-            found = _kept(Cache(folder).get(KEY))
-            assert found is None or found.total_bytes >= 0 or found.memory["aliased"]
-
-
 def read_mesh(text: str) -> None:
     sizes = shell.mesh_of(text)
     for read in (shell._array, shell.remat_of):
@@ -162,7 +138,6 @@ READERS = {
     "manifest": Reader(read_manifest, lambda: [a_manifest()], as_json=True),
     "rules": Reader(read_rules, texts(RULES), as_json=True),
     "marks": Reader(read_marks, lambda: [a_layer()], as_json=True),
-    "cache": Reader(read_cache, lambda: [a_compilation()], as_json=True),
     "topology": Reader(ktd.Topology.parse, texts("v5e:4x4", "4*v5p:8x8x8", "v5litepod-16")),
     "mesh": Reader(read_mesh, texts("data=8", "data=-1,model=2", "int32:3,4", "block_*=dots")),
 }

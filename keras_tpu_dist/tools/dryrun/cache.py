@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import stat
 import tempfile
 import time
 import zlib
@@ -24,8 +23,6 @@ from keras_tpu_dist.tools.dryrun import worker
 logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_BYTES = 2**30
-# Text of programs compresses to about a tenth; if it is less than a hundredth, it is not a program.
-_MOST_TEXT_BYTES, _MOST_EXPANSION = 2**30, 100
 _SUFFIX = ".json.gz"
 # The folder may hold other files, which must not be removed.
 _OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
@@ -33,8 +30,6 @@ _PART, _PART_OF_A_KILLED_PROCESS_S = "compilation-", 24 * 3600.0
 # Besides the program, the result depends on the compilers and how they are called.
 _PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
 _UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error)
 
 
@@ -78,7 +73,7 @@ class Cache:
         """The entry for a key, or `None`."""
         path = self._path(key)
         try:
-            entry = json.loads(_decompressed(path))
+            entry = json.loads(gzip.decompress(path.read_bytes()))
             if entry["key"] != key:
                 raise ValueError("it belongs to another program")
             os.utime(path)
@@ -125,19 +120,6 @@ class Cache:
                 return
             path.unlink(missing_ok=True)
             left -= size
-
-
-def _decompressed(path: Path) -> bytes:
-    """The content of a file, up to the size of a program's text: anybody may have written it."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a regular file")
-    most = min(_MOST_TEXT_BYTES, _MOST_EXPANSION * status.st_size)
-    with gzip.open(path) as opened:
-        data = opened.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it holds more than {most} bytes")
-    return data
 
 
 def key_of(job: Mapping[str, Any]) -> str:

@@ -31,7 +31,6 @@ EFFORTS: dict[str, dict[str, str]] = {
     "quick": {"xla_optimization_level": "EFFORT_O1"},
     "exact": {},
 }
-_MEMORY = {"arguments", "outputs", "aliased", "temporaries", "code", "peak"}
 _NUMBER = re.compile(r"\(([\d.]+)([KMGT]?)\)")
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _NO_ARGUMENTS = re.compile(r"^\s*arguments\s+0B\s*$", flags=re.MULTILINE)
@@ -186,7 +185,7 @@ def compile_lowered(
     job = job_of(lowered, effort, topology)
     where = "CPU" if target is None else target.name
     key = "" if cache is None else key_of(job)
-    if cache is not None and (found := _kept(cache.get(key))) is not None:
+    if cache is not None and (found := _cached(cache.get(key))) is not None:
         if topology is None:
             warn_of_refused(found.refused_options, where)
         return found
@@ -214,31 +213,13 @@ def compile_lowered(
     return compiled
 
 
-def _kept(entry: Any) -> Compiled | None:
+def _cached(entry: Any) -> Compiled | None:
     """The result from a cache entry, unless another version of this package wrote it
     differently."""
-    names = {one.name for one in dataclasses.fields(Compiled)}
-    if not isinstance(entry, dict) or set(entry) != names or not _is_compiled(entry):
+    try:
+        return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
+    except (TypeError, KeyError):
         return None
-    known: dict[str, Any] = entry | {"rematerialized": tuple(entry["rematerialized"])}
-    return Compiled(**known)
-
-
-def _is_compiled(entry: dict[str, Any]) -> bool:
-    texts = [entry["text"], entry["effort"], entry["compiled_for"], entry["error"] or ""]
-    numbers = [entry[name] for name in ("seconds", "cpu_seconds", "peak_process_bytes")]
-    stacks, memory = entry["rematerialized"], entry["memory"]
-    if not (isinstance(stacks, list) and isinstance(memory, dict)):
-        return False
-    # A program that does not fit has no memory figures.
-    sized = not memory if entry["error"] else set(memory) >= _MEMORY
-    return (
-        sized
-        and all(isinstance(text, str) for text in (*texts, *stacks))
-        and all(
-            type(number) in (int, float) and number >= 0 for number in (*numbers, *memory.values())
-        )
-    )
 
 
 # How XLA's messages about options begin: a value or a combination that it refuses, or an unknown

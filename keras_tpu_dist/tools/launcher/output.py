@@ -17,8 +17,6 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)(?:, in (?P<funct
 # The last line of a traceback: the error's class, and its text if it has one.
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?::.*)?$")
 _MOST_LINES = 20_000
-# The size of a log file; a process has two of them, and older output is deleted.
-_MOST_BYTES = 32 * 2**20
 # The folders of installed packages and of Python's own modules.
 _PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?P<name>[\w-]+)")
 _OF_PYTHON = re.compile(r"<frozen .*>|.*[/\\]lib[/\\]python3\.\d+[/\\](?!site-|dist-)")
@@ -114,54 +112,6 @@ def _of_others(left: Counter[str]) -> list[str]:
     return [f"  … {frames} in {', '.join(left)} …"]
 
 
-class LogFile:
-    """The output of one process in a file of bounded size.
-
-    If it cannot be written, as on a full disk, one message reports it and the run continues.
-
-    Args:
-        path: The file; output older than the last 32 MiB moves to a second file, `.1`.
-    """
-
-    def __init__(self, path: Path, number: int):
-        self.path = path
-        self._number = number
-        self._file: IO[bytes] | None = None
-        self._try(self._open)
-
-    def write(self, line: str) -> None:
-        """Adds a line."""
-
-        def add() -> None:
-            if self._file is None:
-                return
-            self._file.write(line.encode(errors="replace"))
-            if self._file.tell() > _MOST_BYTES:
-                self._file.close()
-                self.path.replace(f"{self.path}.1")
-                self._open()
-
-        self._try(add)
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _open(self) -> None:
-        # Unbuffered, so that the log of a hanging process is complete.
-        self._file = self.path.open("ab", buffering=0)
-
-    def _try(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except OSError as error:
-            self.close()
-            self._file = None
-            words = f"launch: the output of process {self._number} is no longer logged: {error}"
-            print(words, file=sys.stderr, flush=True)
-
-
 class Reader:
     """Reads the output of one process, and prints it with the process's number in front.
 
@@ -173,6 +123,8 @@ class Reader:
         self.folded = Folded(str(Path(__file__).parents[2]))
         self.path = path
         self.ended_by_jax = False
+        self._file: IO[bytes] | None = None
+        self._is_logged = True
         self._lines, self._number, self._write = lines, number, write
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -182,15 +134,30 @@ class Reader:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        log = LogFile(self.path, self._number)
+        self._log("")
         with self._lines as lines:
             for line in lines:
-                log.write(line)
+                self._log(line)
                 self.ended_by_jax |= _BY_JAX in line
                 if not _OF_GLOO.match(line):
                     self._print(self.folded.take(line.removesuffix("\n")))
         self._print(self.folded.rest())
-        log.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _log(self, line: str) -> None:
+        """Adds a line to the file. If that fails, as on a full disk, the run continues."""
+        if not self._is_logged:
+            return
+        try:
+            if self._file is None:
+                # Unbuffered, so that the log of a hanging process is complete.
+                self._file = self.path.open("ab", buffering=0)
+            self._file.write(line.encode(errors="replace"))
+        except OSError as error:
+            self._is_logged = False
+            words = f"launch: the output of process {self._number} is no longer logged: {error}"
+            print(words, file=sys.stderr, flush=True)
 
     def _print(self, lines: Iterable[str]) -> None:
         for line in lines:

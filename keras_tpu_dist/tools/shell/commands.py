@@ -156,7 +156,7 @@ def _check(options: Namespace) -> Answered:
     strategy = given.strategy_of(options)
     if options.calibration is not None:
         file_of(options.calibration)
-        chip_of([strategy.mesh.devices.flat[0].device_kind])
+        chip_of(strategy.mesh.devices.flat[0].device_kind)
     model = None
     if options.build is not None:
         if options.pod:

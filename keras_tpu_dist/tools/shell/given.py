@@ -1,8 +1,13 @@
 """Parses the arguments of commands: functions, meshes, layouts, inputs, slices, prices."""
 
 import argparse
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,6 @@ from keras_tpu_dist.hardware.simulation import simulate
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.shell import own_code
 
 _MODEL_OR_PAIR = "a model, or (model, strategy)"
 
@@ -36,7 +40,8 @@ def build_function(name: str) -> Callable:
             fix="Write for example models:build or path/to/models.py:build.",
         )
     is_path = module.endswith(".py") or "/" in module or "\\" in module
-    found = _module_of_file(module) if is_path else own_code.imported(module)
+    _search_in(os.getcwd())
+    found = _module_of_file(module) if is_path else importlib.import_module(module)
     if not callable(getattr(found, attribute, None)):
         raise value_error(
             f"Module {module!r} has no function {attribute!r}.",
@@ -79,7 +84,38 @@ def _module_of_file(file: str) -> Any:
             received={"file": file},
             fix="Check the path.",
         )
-    return own_code.loaded(path)
+    path = path.resolve()
+    _search_in(path.parent)
+    name = _free_name(path)
+    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    found = module_from_spec(spec)
+    # Pickles and dataclasses of a model look up their module.
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def _search_in(folder: str | os.PathLike[str]) -> None:
+    """Lets the user's code import what is in a folder, and nobody else import it by mistake.
+
+    Python puts the folder of a program first: with a `random.py` in it, Keras imports that one.
+    """
+    path = os.path.realpath(folder)
+    if path not in sys.path:
+        sys.path.append(path)
+
+
+def _free_name(path: Path) -> str:
+    """The name of a file's module: its own, unless another module has it."""
+    name = path.stem
+    if not name.isidentifier():
+        return name
+    known: Any = sys.modules.get(name) or find_spec(name)
+    origin = getattr(known, "__file__", None) or getattr(known, "origin", None)
+    own = known is None or (origin is not None and os.path.realpath(origin) == str(path))
+    return name if own else f"{name}_py"
 
 
 def strategy_of(options: argparse.Namespace) -> TPUStrategy:
