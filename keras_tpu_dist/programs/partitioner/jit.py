@@ -1,7 +1,6 @@
 """`jax.jit` for a mesh: replaces operations that XLA partitions wrongly before compiling."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from keras_tpu_dist.programs.jaxprs import (
     with_inputs,
 )
 from keras_tpu_dist.programs.partitioner import exchanges
-from keras_tpu_dist.programs.partitioner.debugging import checked
 from keras_tpu_dist.programs.partitioner.places import in_compiled_code
 from keras_tpu_dist.programs.partitioner.spread import Axes, spec_axes
 
@@ -66,28 +64,12 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for these arguments."""
-        config = jax.config
-        if (config.jax_debug_nans or config.jax_debug_infs) and not in_compiled_code():
-            # Without donation: the arguments are needed again to find the layer.
-            return checked(self._without_donation._launch, self._function, self._mesh, args)
         kind = self._kind_of(*args)
         launched = self._launched.get(kind)
         if launched is not None:
             return launched(*args)
         with phase(BUILD):
             return self._to_launch(kind, args)(*args)
-
-    @functools.cached_property
-    def _without_donation(self) -> "Jitted":
-        options = dict(self._options)
-        if not options.pop("donate_argnums", ()):
-            return self
-        return Jitted(
-            self._function, self._mesh, self._layouts, self._outputs, self._kind_of, **options
-        )
-
-    def _launch(self, *args: Any) -> Any:
-        return self._to_launch(self._kind_of(*args), args)(*args)
 
     def _to_launch(self, kind: Hashable, args: tuple) -> Callable:
         if kind not in self._launched:

@@ -11,10 +11,8 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
@@ -32,9 +30,6 @@ from keras_tpu_dist.programs.head import step as head
 from keras_tpu_dist.programs.jaxprs import (
     inner_jaxprs,
     opened,
-    replacement,
-    with_equations,
-    with_inner_jaxprs,
 )
 from keras_tpu_dist.programs.partitioner import exchanges
 from keras_tpu_dist.programs.partitioner.branches import choosing_axes
@@ -228,7 +223,7 @@ def lower(
             held = state_bytes(state, kind, placed)
             ahead = ahead if steps == 1 else held.inputs  # of the next launch
         rows = operator.index(step.batch_size)
-        exported = export_step(program, state, placed, platform, notes)
+        exported = export_step(program, state, placed, platform)
         notes += [f"{path}: {words}" for path, words in head.described(model).items()]
         flops = _flops(model, batch, mode, notes)
         return Lowered(
@@ -517,7 +512,7 @@ def whole_rows_of(
     taken = choosing_axes(_traced_anew(step(), arguments))
     with exchanges.whole_rows():
         program = step()
-        again = export_step(program, state, placed, platform, [])
+        again = export_step(program, state, placed, platform)
         return WholeRows(pickled(again), taken, kernels_of(program, arguments, again))
 
 
@@ -549,9 +544,7 @@ def kernels_of(
     return tuple(kernels(_traced_anew(program, arguments)))
 
 
-def export_step(
-    step: Callable, state: Any, placed: Any, platform: str, notes: list[str]
-) -> jax.export.Exported:
+def export_step(step: Callable, state: Any, placed: Any, platform: str) -> jax.export.Exported:
     """Lowers a step for a platform."""
     leaves, treedef = jax.tree.flatten(placed)
 
@@ -566,53 +559,15 @@ def export_step(
         for target in ("ALL", "LayoutConstraint")
     ]
 
-    def exported(function: Callable) -> jax.export.Exported:
-        jitted = jax.jit(function)
-        export = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)
-        return export(state, leaves)
-
+    export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
     try:
-        return exported(flat_step)
+        return export(state, leaves)
     except NotImplementedError as error:
         if "host_callbacks" not in str(error):
             raise
-        cause = error
-    notes.append(
-        "results of jax.pure_callback are taken to be zeros, without delay: its time and its "
-        "transfers are not counted"
-    )
-    try:
-        return exported(_with_zeros_of_the_host(flat_step, state, leaves))
-    except NotImplementedError:
         raise value_error(
             "The step of a dry run is compiled in another process, which cannot call Python "
             "code of this process.",
-            received="a step that calls Python for its effects, as jax.debug.print and "
-            "jax.experimental.io_callback do.",
+            received="a step that calls Python, as jax.debug.print and jax.pure_callback do.",
             fix="Leave it out of the model that `build` returns.",
-        ) from cause
-
-
-def _with_zeros_of_the_host(function: Callable, *args: Any) -> Callable:
-    """A function with zeros instead of the results of `jax.pure_callback`."""
-    traced = jax.jit(function).trace(*args)
-    program = core.jaxpr_as_fun(_without_callbacks(traced.jaxpr))
-    structure = jax.tree.structure(traced.out_info)
-
-    def with_zeros(*args):
-        return jax.tree.unflatten(structure, program(*jax.tree.leaves(args)))
-
-    return with_zeros
-
-
-def _without_callbacks(jaxpr: Any) -> Any:
-    equations: list[Any] = []
-    for equation in opened(jaxpr).eqns:
-        if equation.primitive.name == "pure_callback":
-            results = [variable.aval for variable in equation.outvars]
-            equations += replacement(
-                equation, lambda *_, of=results: [jnp.zeros(r.shape, r.dtype) for r in of]
-            )
-        else:
-            equations.append(with_inner_jaxprs(equation, _without_callbacks))
-    return with_equations(jaxpr, equations)
+        ) from error

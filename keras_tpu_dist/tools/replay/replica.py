@@ -118,8 +118,7 @@ def lowered_run(
         traced = jax.extend.core.jaxpr_as_fun(run.program(*arguments).trace(*arguments).jaxpr)
         return lambda *given: traced(*jax.tree.leaves(given))
 
-    notes: list[str] = []
-    exported = export_step(step(), arguments[0], arguments[1], "tpu", notes)
+    exported = export_step(step(), arguments[0], arguments[1], "tpu")
     lowered = Lowered(
         mode="run",
         program=pickled(exported),
@@ -135,7 +134,6 @@ def lowered_run(
         steps=steps,
         ready_bytes=0,
         seconds=0.0,
-        notes=tuple(notes),
         whole=whole_rows_of(step, arguments, "tpu", exported),
         **of_platform(there, "tpu"),
     )
