@@ -503,18 +503,11 @@ ROWS: dict[str, Row] = {
     **{
         f"DeviceAssignment.{name}": Row(
             lambda name=name, **k: getattr(assignment(), name)(**k),
-            lambda name=name: (
-                {"replica": 0} if name == "hosts" else {"replica": 0, "logical_core": 0}
-            ),
-            dict.fromkeys(("replica",) if name == "hosts" else ("replica", "logical_core"), INDEX),
+            lambda: {"replica": 0, "logical_core": 0},
+            dict.fromkeys(("replica", "logical_core"), INDEX),
         )
-        for name in ("coordinates", "tpu_device", "tpu_ordinal", "host", "hosts")
+        for name in ("coordinates", "tpu_device")
     },
-    "DeviceAssignment.lookup_replicas": Row(
-        lambda **k: assignment().lookup_replicas(**k),
-        lambda: {"task_id": 0, "logical_core": 0},
-        {"task_id": INDEX, "logical_core": INDEX},
-    ),
     "TPUStrategy.run": Row(
         lambda **k: strategy().run(**k),
         lambda: {"fn": lambda *a: None},

@@ -207,55 +207,6 @@ class DeviceAssignment(Printed, TensorFlowNames):
         self._check(replica, logical_core)
         return self.topology.devices()[self.order[replica][logical_core]]
 
-    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number of a logical device among the devices of its host. See `coordinates`."""
-        device = self.tpu_device(replica, logical_core)
-        hosted = [d for d in self.topology.devices() if d.process_index == device.process_index]
-        return sorted(hosted, key=lambda d: d.id).index(device)
-
-    def host(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The host (process index) of a logical device; TF's `host_device`. See `coordinates`."""
-        return int(self.tpu_device(replica, logical_core).process_index)
-
-    def hosts(self, replica: int) -> tuple[int, ...]:
-        """The hosts that a replica's devices are on. See `coordinates`."""
-        return tuple(sorted({self.host(replica, i) for i in range(self.num_cores_per_replica)}))
-
-    def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas, ascending, whose logical device `logical_core` is on host `task_id`.
-
-        Args:
-            task_id: A process index.
-            logical_core: A logical device.
-
-        Raises:
-            ValueError: If there is no such replica.
-        """
-        self._check(0, logical_core)
-        every = range(self.num_replicas)
-        found = [replica for replica in every if self.host(replica, logical_core) == task_id]
-        if not found:
-            hosts = sorted({self.host(replica, logical_core) for replica in every})
-            raise value_error(
-                "No replica has this logical device on this host.",
-                received={"task_id": task_id, "logical_core": logical_core},
-                fix=f"Use one of the hosts {hosts}.",
-            )
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """The assignment as plain data."""
-        return {
-            "topology": self.topology.name,
-            "computation_shape": None
-            if self.computation_shape is None
-            else list(self.computation_shape),
-            "num_replicas": self.num_replicas,
-            "num_cores_per_replica": self.num_cores_per_replica,
-            "core_assignment": self.core_assignment.tolist(),
-            "devices": [[int(device.id) for device in row] for row in self.devices],
-        }
-
     def __str__(self) -> str:
         shape = self.computation_shape
         blocks = "" if shape is None else f", each a block of {_text(shape)}"
@@ -265,7 +216,8 @@ class DeviceAssignment(Printed, TensorFlowNames):
         ]
         for replica, row in enumerate(self.core_assignment[:_REPLICAS_SHOWN]):
             places = " ".join(f"({','.join(map(str, place))})" for place in row)
-            hosts = ", ".join(map(str, self.hosts(replica)))
+            processes = {device.process_index for device in self.devices[replica]}
+            hosts = ", ".join(map(str, sorted(processes)))
             lines.append(f"  replica {replica} on host {hosts}: {places}")
         if self.num_replicas > _REPLICAS_SHOWN:
             lines.append(f"  and {self.num_replicas - _REPLICAS_SHOWN} more")

@@ -283,11 +283,6 @@ class Topology(Printed, TensorFlowNames):
         return self.num_chips // self.chips_per_host
 
     @property
-    def cores_per_chip(self) -> int:
-        """TensorCores per chip."""
-        return self.chip.cores
-
-    @property
     def hbm_bytes(self) -> int:
         """The HBM of one JAX device that the compiler may use."""
         return self.chip.device_hbm_bytes
@@ -361,14 +356,6 @@ class Topology(Printed, TensorFlowNames):
             A list of `num_devices` `CompileOnlyDevice`, or of the attached devices.
         """
         return list(self._attached or _devices(self))
-
-    def device_grid(self) -> np.ndarray:
-        """The devices as an array `(slices, x, y, z, devices per chip)`."""
-        x, y, z = (*self.shape, 1, 1)[:3]
-        grid = np.empty(self.num_devices, dtype=object)
-        grid[:] = self.devices()
-        grid = grid.reshape(self.num_slices, z, y, x, self.chip.devices)
-        return grid.transpose(0, 3, 2, 1, 4)
 
     def libtpu_arguments(self) -> dict[str, object]:
         """Arguments of `jax.experimental.topologies.get_topology_desc` for this slice."""

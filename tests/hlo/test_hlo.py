@@ -476,7 +476,8 @@ def test_an_all_to_all_is_overlapped_as_far_as_there_is_work_beside_it():
 
 def test_times_on_the_links():
     v5e = Topology.parse("v5e:16x16")
-    wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)
+    x_by_y = np.array(v5e.devices(), dtype=object).reshape(16, 16).T
+    wire = hlo.Wire.of({"data": 16, "model": 16}, x_by_y.flat, v5e)
     groups = replica_groups("[16,16]<=[256]", 256)
     # a ring of 16 closes: two links each way
     assert bandwidth_of(wire, groups) == ("ICI", 2 * 50e9)

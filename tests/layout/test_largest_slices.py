@@ -41,5 +41,4 @@ def test_reports_do_not_grow_with_the_chips(topology, devices):
 def test_an_assignment_of_the_largest_slice():
     whole = ktd.DeviceAssignment.build("tpu7x:16x16x36", computation_shape=[2, 2, 1, 2])
     assert whole.num_replicas * whole.num_cores_per_replica == 18_432
-    assert len(whole.lookup_replicas(3, 0)) >= 1
     assert len(str(whole)) < 5000
