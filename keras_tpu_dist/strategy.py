@@ -1005,12 +1005,11 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
     ) -> "Check":
         """Checks whether the devices compute correct results, and how fast they are.
 
-        It compares products, collectives, random numbers and launches of small models with
-        references. If you pass a model, it also compares a training step on all devices with the
-        step on one device. With several processes, call it in all of them. Parts that do not fit
-        into the time limit are left out, and listed. If you have set a `floatx` other than float32,
-        build and train nothing in other threads meanwhile: Keras has one for all threads, and some
-        parts set it to float32.
+        It compares products, collectives and launches of small models with references. If you pass
+        a model, it also compares a training step on all devices with the step on one device. With
+        several processes, call it in all of them. Parts that do not fit into the time limit are
+        left out, and listed. If you have set a `floatx` other than float32, build and train nothing
+        in other threads meanwhile: Keras has one for all threads, and some parts set it to float32.
 
         Args:
             model: A built and compiled model. The check does not change it.

@@ -61,11 +61,11 @@ def classifier():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_right_devices_are_right(mesh):
-    check = checked(mesh, "products", "collectives", "random numbers")
+    check = checked(mesh, "products", "collectives")
     assert check.ok, str(check)
     assert not check.left_out
     names = [part.name for part in check.parts]
-    assert names == ["products", "collectives", "random numbers"]
+    assert names == ["products", "collectives"]
 
 
 @pytest.mark.slow
@@ -227,12 +227,6 @@ def test_two_devices_that_are_swapped(mesh):
         assert "instead of those of device" in problem.what
 
 
-def test_a_flipped_bit_in_what_is_drawn():
-    faulty = FlipsABit(kinds=("random numbers",), device=1)
-    check = checked({"data": 4, "model": 2}, "random numbers", launches=faulty)
-    assert {p.devices for p in check.problems} == {(1,)}
-
-
 def counting(launches=None):
     """The part of the check with the smallest of its models."""
     step = run.Planned("programs", "right", functools.partial(programs, models=MODELS[-1:]), 0.0)
@@ -260,10 +254,10 @@ def test_faults_of_the_compiler_that_nothing_avoids_are_problems(monkeypatch):
 
 def test_a_launch_that_hangs_ends_the_check():
     faulty = Hangs(kinds=("all-gather",), axis="model", patience_s=0.3)
-    check = checked({"data": 4, "model": 2}, "collectives", "random numbers", launches=faulty)
+    check = checked({"data": 4, "model": 2}, "collectives", "memory", launches=faulty)
     (problem,) = check.problems
     assert problem.what == "all-gather over 'model' in int32 did not finish within 0 s"
-    assert "collectives hangs" in check.part("random numbers").left_out
+    assert "collectives hangs" in check.part("memory").left_out
 
 
 def state_of(model):
@@ -420,7 +414,7 @@ def test_rates_of_right_devices():
     with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile("adam", "mse")
-    names = ("matrix units", "memory", "host transfer", "launches", "links", "step time")
+    names = ("matrix units", "memory", "host transfer", "links", "step time")
     before = state_of(model)
     check = checked({"data": 4, "model": 2}, *names, model=model)
     assert check.ok, str(check)
@@ -457,7 +451,7 @@ def test_two_processes_end_with_the_same_verdict(tmp_path):
     assert all(not part["left_out"] for part in one["right"]["parts"])
     problems = [p for part in one["faulty"]["parts"] for p in part["problems"]]
     assert {part["name"] for part in one["faulty"]["parts"] if part["problems"]} == {
-        *("products", "collectives", "random numbers", "step")
+        *("products", "collectives", "step")
     }
     # An error in one process is known in both, and what follows runs.
     products, numbers = one["raised"]["parts"]
@@ -498,12 +492,12 @@ def test_the_method_and_what_it_takes():
         ({"memory": 1e9}, "all correct, no time for memory", "good"),
         ({"step": 1e9, "memory": 1e9}, "nothing wrong so far, no time for step, memory", "muted"),
         (
-            dict.fromkeys(("products", "step", "random numbers", "memory"), 1e9),
-            "nothing checked, no time for products, step, random numbers and 1 more",
+            dict.fromkeys(("products", "step", "collectives", "memory"), 1e9),
+            "nothing checked, no time for products, step, collectives and 1 more",
             "muted",
         ),
         (
-            {"step": 1e9, "random numbers": None},
+            {"step": 1e9, "collectives": None},
             "1 problem, no time for step",
             "bad",
         ),
@@ -521,7 +515,7 @@ def test_the_verdict_says_what_found_no_time(seconds, verdict, style, tmp_path):
         run.Planned(name, kinds[name], functools.partial(right, name), seconds.get(name, 0.0))
         if seconds.get(name, 0.0) is not None
         else run.Planned(name, kinds[name], raises, 0.0)
-        for name in ("products", "step", "random numbers", "memory")
+        for name in ("products", "step", "collectives", "memory")
     ]
     check = run.run_check(ktd.TPUStrategy(), todo, 1.0)
     assert f": {verdict}, " in str(check).splitlines()[0]

@@ -85,16 +85,11 @@ class Launcher:
 
 @dataclass
 class Bench:
-    """The state that the parts of one check share.
-
-    Attributes:
-        figures: The measurements so far, by the name of the part.
-    """
+    """The state that the parts of one check share."""
 
     strategy: Strategy
     launches: Launcher
     minutes: float
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     @property

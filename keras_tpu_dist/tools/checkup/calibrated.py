@@ -1,6 +1,6 @@
 """Turns the measurements of a check into a calibration for dry runs and searches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from keras_tpu_dist.common.errors import value_error
@@ -11,46 +11,27 @@ from keras_tpu_dist.tools.checkup.bench import median
 # The measurements of a check, by the name of the part.
 Figures = Mapping[str, Mapping[str, Any]]
 
-# In the part "step time": the measured time divided by the estimate, by effort.
-FACTORS = "measured over estimate"
 
-
-def chip_of(device_kinds: Sequence[str]) -> Chip:
+def chip_of(device_kind: str) -> Chip:
     """The chip that was checked."""
-    chip = of_kind(device_kinds[0])
-    if chip is not None and len(set(device_kinds)) == 1:
+    chip = of_kind(device_kind)
+    if chip is not None:
         return chip
     raise value_error(
-        "A calibration needs checks of one kind of TPU.",
-        received={"device_kind": list(dict.fromkeys(device_kinds))},
-        fix="Check the TPU that you train on, one kind at a time. Measurements on simulated "
-        "devices say nothing about a TPU.",
+        "A calibration needs a check of a TPU.",
+        received={"device_kind": device_kind},
+        fix="Check the TPU that you train on: simulated devices say nothing about it.",
     )
 
 
-def calibration_of(
-    chip: Chip, figures: Figures, others: Iterable[Figures] = (), source: str = ""
-) -> Calibration:
-    """A calibration with the measured rates; the others stay as in the chip's specification.
-
-    Args:
-        others: The measurements of checks of other models on the same chips. With them, the
-            factors are the smallest and the largest of all.
-        source: See `Calibration`.
-    """
-    found: dict[str, list[float]] = {}
-    for run in (figures, *others):
-        for effort, factor in run.get("step time", {}).get(FACTORS, {}).items():
-            found.setdefault(effort, []).append(factor)
-    spans = {effort: (min(factors), max(factors)) for effort, factors in found.items()}
+def calibration_of(chip: Chip, figures: Figures, source: str) -> Calibration:
+    """A calibration with the measured rates; the others stay as in the chip's specification."""
     return Calibration(
         chip.name,
         {name: median(rates.values()) for name, rates in figures.get("matrix units", {}).items()},
         hbm_bandwidth=_of_memory(figures),
         link_bandwidth=_of_links(figures, "ICI", chip.link_bandwidth),
         dcn_bandwidth=_of_links(figures, "DCN", chip.dcn_bandwidth / chip.devices),
-        quick=spans.get("quick"),
-        exact=spans.get("exact"),
         source=source,
     )
 

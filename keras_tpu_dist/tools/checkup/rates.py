@@ -1,4 +1,4 @@
-"""Measures speed: matrix units, memory, transfers, launches and links.
+"""Measures speed: matrix units, memory, transfers and links.
 
 Every device is measured alone, then compared with the chip's specification and with the other
 devices. Slow measurements are repeated, so that a busy moment does not raise an alarm.
@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.hardware.topology import of_devices
-from keras_tpu_dist.show.text import duration_text
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, median, spread
 from keras_tpu_dist.tools.checkup.report import FAST, CheckPart, Problem, numbered
 from keras_tpu_dist.tools.hlo.wire import Wire, seconds_over, sent_bytes
@@ -221,23 +220,6 @@ def transfers(bench: Bench) -> CheckPart:
     return CheckPart("host transfer", FAST, ", ".join(words), tuple(problems), figures)
 
 
-def launches(bench: Bench) -> CheckPart:
-    """Measures the time of a launch that computes almost nothing."""
-    small = jax.jit(lambda x: x + 1)
-    row = bench.row
-    spec = PartitionSpec("device")
-    everywhere = jax.jit(
-        jax.shard_map(lambda x: lax.psum(x, "device"), mesh=row, in_specs=spec, out_specs=spec)
-    )
-    one = jax.device_put(np.float32(1), bench.local[0])
-    all_of = spread(row, lambda _: np.zeros(8, np.float32))
-    alone = _best(bench, Job("launch"), small, one, repeats=20)
-    together = _best(bench, Job("launch"), everywhere, all_of, repeats=10)
-    figures = {"one device": alone, "all devices": together}
-    words = f"{duration_text(alone)} on one device, {duration_text(together)} with a sum over all"
-    return CheckPart("launches", FAST, words, figures=figures)
-
-
 def links(bench: Bench) -> CheckPart:
     """Measures the bandwidth over every mesh axis, and between neighbours."""
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
@@ -336,7 +318,7 @@ def _slow_axis(kind: str, axis: str, share: float) -> Problem:
     )
 
 
-def _best(bench: Bench, job: Job, program: Callable, *args: Any, repeats: int = _REPEATS) -> float:
-    """The shortest time of `repeats` runs, after a run that does not count."""
+def _best(bench: Bench, job: Job, program: Callable, *args: Any) -> float:
+    """The shortest time of a few runs, after a run that does not count."""
     bench.launches.run(job, program, *args)
-    return min(bench.launches.seconds(job, program, *args) for _ in range(repeats))
+    return min(bench.launches.seconds(job, program, *args) for _ in range(_REPEATS))

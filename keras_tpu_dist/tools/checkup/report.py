@@ -10,7 +10,7 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.show.colours import NONE
 from keras_tpu_dist.show.page import Page, TableCell, bar, definitions, document, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, text_table
 from keras_tpu_dist.tools.checkup.calibrated import calibration_of, chip_of
 
 RIGHT, FAST = "right", "fast"
@@ -151,16 +151,12 @@ class Check(Page):
         """
         return {part.name: part for part in self.parts}[name]
 
-    def calibration(self, *others: "Check", source: str = "") -> Calibration:
+    def calibration(self, *, source: str = "") -> Calibration:
         """The measurements, for `dry_run(calibration=)` and `search(calibration=)`.
 
-        The rates are those of one device, the median of all devices. If you checked a model, the
-        factors of efforts "quick" and "exact" are the time of its step, divided by the estimate of
-        a dry run with these rates. Without a model there are no factors.
+        The rates are those of one device, the median of all devices.
 
         Args:
-            others: Checks of other models on the same chips. With them, the factors are the
-                smallest and the largest of all.
             source: Where and when you measured, in a few words. Defaults to the devices, without a
                 time.
 
@@ -168,17 +164,16 @@ class Check(Page):
             A `Calibration`; its `save` writes it to a file.
 
         Raises:
-            ValueError: If this is not a known TPU, or another check ran on another chip.
+            ValueError: If this is not a known TPU.
 
         Example:
 
-        >>> check = ktd.TPUStrategy().check(model)  # doctest: +SKIP
+        >>> check = ktd.TPUStrategy().check()  # doctest: +SKIP
         >>> check.calibration().save("v5e.json")  # doctest: +SKIP
         """
         return calibration_of(
-            chip_of([check.device_kind for check in (self, *others)]),
+            chip_of(self.device_kind),
             _figures(self),
-            [_figures(other) for other in others],
             source or f"a check of {self._devices()}",
         )
 
@@ -320,12 +315,6 @@ def _rate_cell(rate: float | None, most: float) -> TableCell:
     return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
 
 
-def _span(seconds: tuple[float, float] | None) -> TableCell:
-    if seconds is None:
-        return TableCell("-")
-    return TableCell(span_text(seconds[0], seconds[1], duration_text), seconds[1])
-
-
 def _by_layer(check: Check) -> Iterator[str]:
     """The times of the user's step by layer, for a page."""
     found = _figures(check).get("step time", {}).get("by layer", [])
@@ -337,14 +326,11 @@ def _by_layer(check: Check) -> Iterator[str]:
             row["name"],
             TableCell(duration_text(row["measured"]), row["measured"]),
             TableCell("", row["measured"], bar([(row["measured"] / total, NONE, row["name"])])),
-            _span(row["estimated"]),
         ]
         for row in sorted(found, key=lambda row: -row["measured"])
     ]
-    head = ["layer or collective", "measured", "of the step"]
-    if any(row["estimated"] for row in found):
-        head.append("estimate, effort exact")
-    yield f"<h2>Your step</h2>{sortable(head, [row[: len(head)] for row in rows])}"
+    head = ("layer or collective", "measured", "of the step")
+    yield f"<h2>Your step</h2>{sortable(head, rows)}"
     yield definitions([_IN_A_PROFILE])
 
 

@@ -17,8 +17,7 @@ from keras_tpu_dist.tools.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.tools.checkup.collectives import collectives
 from keras_tpu_dist.tools.checkup.products import products
 from keras_tpu_dist.tools.checkup.programs import programs
-from keras_tpu_dist.tools.checkup.randoms import random_numbers
-from keras_tpu_dist.tools.checkup.rates import launches, links, matrix_units, memory, transfers
+from keras_tpu_dist.tools.checkup.rates import links, matrix_units, memory, transfers
 from keras_tpu_dist.tools.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
 from keras_tpu_dist.tools.checkup.step import own_step
 from keras_tpu_dist.tools.checkup.timing import own_step_time
@@ -49,13 +48,11 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
     return [
         Planned("products", RIGHT, products, 10.0),
         Planned("collectives", RIGHT, collectives, 20.0),
-        Planned("random numbers", RIGHT, random_numbers, 10.0),
         *(own if model is not None else []),
         Planned("programs", RIGHT, programs, 40.0),
         Planned("matrix units", FAST, matrix_units, 5.0),
         Planned("memory", FAST, memory, 5.0),
         Planned("host transfer", FAST, transfers, 5.0),
-        Planned("launches", FAST, launches, 5.0),
         Planned("links", FAST, links, 10.0),
         *(timed if model is not None else []),
     ]
@@ -84,7 +81,6 @@ def run_check(
             part = _left_out(step, hung) if hung else _run(bench, step)
             if part.hangs:
                 hung = f"{part.name} hangs, and so would all later parts"
-            bench.figures[part.name] = part.figures
             parts.append(part)
     return Check(
         device_kind=bench.devices[0].device_kind,

@@ -255,17 +255,14 @@ def _different(bench: Bench, step: Prepared) -> Iterator[Problem]:
 def _unsteady(bench: Bench, ran: _Ran) -> Iterator[Problem]:
     """The problems of devices with different bits: when repeated, or from equal copies."""
     again = bench.by_device("repeats of the step", _unlike_before(ran))
-    odd = bench.by_device("copies of results", _unlike_others(ran))
-    for number in _odd_copies(bench, ran):
-        odd.setdefault(number, "a result that several devices hold")
+    odd = _odd_copies(bench, ran)
     if again:
         names = ", ".join(dict.fromkeys(again.values()))
         yield corrupts(f"the same training step ({names})", sorted(again))
     alone = sorted(set(odd) - set(again))
     if alone:
-        names = ", ".join(list(dict.fromkeys(odd[n] for n in alone))[:_MOST_NAMED])
         yield Problem(
-            f"{numbered(alone)}: after the step, the copy of {names} differs from the copies on "
+            f"{numbered(alone)}: after the step, the copy of a result differs from the copies on "
             "the other devices",
             "Copies that must be equal are not: the device computes or receives wrong values, and "
             "weights drift apart.",
@@ -281,19 +278,6 @@ def _unlike_before(ran: _Ran) -> dict[int, str]:
         for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
             if not same_bits(np.asarray(a.data), np.asarray(b.data)):
                 found.setdefault(a.device.id, name)
-    return found
-
-
-def _unlike_others(ran: _Ran) -> dict[int, str]:
-    """The devices of this process whose copy differs from others in this process, and of what."""
-    found: dict[int, str] = {}
-    for name, array in zip(ran.names, ran.first, strict=True):
-        held: dict[str, dict[int, int]] = {}
-        for part in array.addressable_shards:
-            held.setdefault(str(part.index), {})[part.device.id] = _mark(part.data)
-        for marks in held.values():
-            for number in odd_ones(marks):
-                found.setdefault(number, name)
     return found
 
 
