@@ -39,6 +39,7 @@ import keras
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.cache import Cache
+from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.searches import activations, forecast
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
@@ -240,7 +241,7 @@ class Measured:
     def compiled(self, tried, effort="quick"):
         lowered = lowered_step(self.build, self.topology, Inputs(), self.cache, None, tried)
         failed = isinstance(lowered, type(tried))
-        return lowered if failed else compiled_step(self.cache, tried, lowered, effort)
+        return lowered if failed else compiled_step(How(effort, cache=self.cache), tried, lowered)
 
 
 def correlation(measured, arguments):

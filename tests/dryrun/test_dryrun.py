@@ -24,8 +24,8 @@ from keras_tpu_dist.tools.dryrun.diff import diff
 from keras_tpu_dist.tools.dryrun.inputs import check_asked
 from keras_tpu_dist.tools.dryrun.run import dry_run
 from keras_tpu_dist.tools.hlo import parse
-from keras_tpu_dist.tools.searches import compare as comparison
 from keras_tpu_dist.tools.searches import largest_batch as largest_batch_module
+from keras_tpu_dist.tools.searches import search as searching
 from keras_tpu_dist.tools.searches.compare import compare
 from keras_tpu_dist.tools.searches.largest_batch import largest_batch
 from keras_tpu_dist.tools.shell.main import main
@@ -1101,19 +1101,27 @@ def test_remat_reaches_the_layers(template, monkeypatch):
 def test_candidates_are_ranked(template, monkeypatch, on_tpu):
     import dataclasses
 
-    def run_once(subject, how):
-        data = subject.strategy.num_replicas_in_sync
+    class Described:
+        def __init__(self, subject, cache):
+            self.axes = tuple(subject.strategy.mesh.shape.items())
+
+        def calibrated(self, calibration):
+            return self
+
+    def compile_once(lowered, how):
+        data = dict(lowered.axes)["data"]
         step = dataclasses.replace(on_tpu.estimate, step=1.0 / data)
         return template(estimate=step, fits=data < 8, total_bytes=2**20)
 
-    monkeypatch.setattr(comparison, "run_once", run_once)
+    monkeypatch.setattr(searching, "lower_once", Described)
+    monkeypatch.setattr(searching, "compile_once", compile_once)
     meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
     heard = []
     with listening(heard.append):
         ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
     assert [(s.words, s.done, s.of) for s in heard[3:]] == [
-        ("data 8 x model 1, replicated", 3, 5),
-        ("data 3, replicated", 4, 5),
+        ('ktd.TPUStrategy({"data": 8, "model": 1})', 3, 5),
+        ('ktd.TPUStrategy({"data": 3})', 4, 5),
         (None, 5, 5),
     ]
     assert [dict(c.mesh)["data"] for c in ranked.candidates] == [4, 2, 1, 8, 3]

@@ -95,10 +95,7 @@ class Candidate(Printed):
         return f"strategy = ktd.TPUStrategy({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        layout = 'Planner("auto", memory_bytes=1)' if self.layout == BOTH else repr(self.layout)
-        options = [", shard_optimizer=True"] if self.shard_optimizer else []
-        options += [f", remat={self.remat!r}"] if self.remat else []
-        return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
+        return self.line.removeprefix("strategy = ")
 
 
 def _layout_code(layout: Any) -> str:

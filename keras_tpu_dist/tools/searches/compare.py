@@ -1,6 +1,8 @@
 """Compares meshes and layouts: dry-runs every pair under its own strategy, and ranks them."""
 
+import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,13 +13,13 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.build import Subject, fails_anywhere
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
-from keras_tpu_dist.tools.dryrun.run import Build, Progress, check_how, run_once
+from keras_tpu_dist.tools.dryrun.run import Build, Progress, check_how
 from keras_tpu_dist.tools.searches.candidates import Candidate
+from keras_tpu_dist.tools.searches.parallel import compiled_together
 from keras_tpu_dist.tools.searches.ranking import Ranking, Tried, rank
+from keras_tpu_dist.tools.searches.search import compiled_step, lowered_step
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -75,25 +77,18 @@ def compare(
     topology = Topology.parse(topology)
     _, measured = calibrated(topology, calibration)
     check_how(mode, timeout, progress)
-    start, found = time.monotonic(), []
+    start, tell = time.monotonic(), progress or logger.debug
     inputs = Inputs(x, y, sample_weight, sequence_length)
-    how = How(timeout=timeout, calibration=measured, progress=progress)
     pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
     with stages("comparing", len(pairs)) as begin:
-        for mesh, layout in pairs:
-            candidate = Candidate(tuple(mesh.items()), layout)
-            begin(f"{candidate.mesh_text}, {candidate.layout_text}")
-            run = error = None
-            try:
-                strategy = TPUStrategy(mesh, layout, topology=topology)
-                candidate = Candidate(tuple(strategy.mesh.shape.items()), layout)
-                run = run_once(Subject(build, strategy, batch_size, inputs, mode), how)
-            except (ValueError, RuntimeError, NotImplementedError) as reason:
-                if fails_anywhere(reason):
-                    raise
-                error = str(reason)
-                logger.info("mesh %s with layout %s: %s", mesh, layout, error)
-            found.append(Tried(candidate, batch_size, run=run, error=error))
+        found, _ = compiled_together(
+            [Tried(Candidate(tuple(m.items()), layout), batch_size) for m, layout in pairs],
+            functools.partial(lowered_step, build, topology, inputs, None, measured, mode=mode),
+            functools.partial(compiled_step, How(timeout=timeout)),
+            begin=lambda tried: (begin(tried), tell(f"compiling {tried}")),
+            until=math.inf,
+            first=True,
+        )
     return Ranking(
         topology=topology.name,
         compiled=tuple(sorted(found, key=rank)),

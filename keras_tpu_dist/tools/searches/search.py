@@ -15,7 +15,7 @@ from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.strategy import TPUStrategy
-from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject
+from keras_tpu_dist.tools.dryrun.build import Build, Lowered, Subject, fails_anywhere
 from keras_tpu_dist.tools.dryrun.cache import Cache
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
@@ -119,7 +119,7 @@ def search(
             return compiled_together(
                 chosen,
                 functools.partial(lowered_step, build, topology, given, kept, measured),
-                functools.partial(compiled_step, kept, effort=effort),
+                functools.partial(compiled_step, How(effort, cache=kept)),
                 begin=lambda tried: (begin(f"compiling {tried}"), tell(f"compiling {tried}")),
                 until=started + budget_s,
                 first=not compiled,
@@ -154,21 +154,24 @@ def lowered_step(
     cache: Cache | None,
     calibration: Calibration | None,
     tried: Tried,
+    mode: str = "train",
 ) -> Lowered | Tried:
     """Lowers a candidate's step; returns the candidate with the reason if that is not possible."""
     try:
-        step = Subject(build, tried.candidate.strategy(topology), tried.rows, given)
+        step = Subject(build, tried.candidate.strategy(topology), tried.rows, given, mode)
         return lower_once(step, cache).calibrated(calibration)
     except _FAULTS as error:
+        if fails_anywhere(error):
+            raise
         return _failed(tried, error)
 
 
-def compiled_step(
-    cache: Cache | None, tried: Tried, lowered: Lowered, effort: str = "quick"
-) -> Tried:
+def compiled_step(how: How, tried: Tried, lowered: Lowered) -> Tried:
     """A candidate with the compiler's report, or the reason why there is none."""
+    # Its mesh may leave the size of an axis open.
+    tried = replace(tried, candidate=replace(tried.candidate, mesh=lowered.axes))
     try:
-        run = compile_once(lowered, How(effort, cache=cache))
+        run = compile_once(lowered, how)
     except _FAULTS as error:
         return _failed(tried, error)
     return replace(tried, run=run)
