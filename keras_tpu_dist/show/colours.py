@@ -8,8 +8,6 @@ AXES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#dd6610", "#f0e442")
 FURTHER_AXES = "#7f95ab"
 # Not split over any axis; a link outside of all groups; memory of unknown kind.
 NONE = "#999999"
-# From the lower end of a range to its upper end.
-FAINT = "rgba(153,153,153,.45)"
 # Empty parts: visible on white and on black.
 EMPTY = "rgba(128,128,128,.22)"
 # The contents of a device's memory.

@@ -11,7 +11,7 @@ from pathlib import Path
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
-from keras_tpu_dist.show.text import cell_html
+from keras_tpu_dist.show.text import cell_html, html_table, text_table
 
 # It inherits the colours of the page around it, so it is readable in a notebook of any theme. The
 # class name is doubled to override the notebook's own rules.
@@ -125,6 +125,39 @@ class TableCell:
     markup: str = ""
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a report, as text, in a notebook, or on a page, where a click sorts it.
+
+    Attributes:
+        title: The line above it, or `""`.
+        header: Its columns, or `()` for none.
+        rows: Its rows, of texts and cells.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[TableCell | str]]
+
+    def __str__(self) -> str:
+        table = text_table(self.header, self._texts())
+        return f"{self.title}\n{table}" if self.title else table
+
+    def html(self) -> str:
+        """The table for a notebook, which runs no script."""
+        above = f"<p>{html.escape(self.title)}</p>" if self.title else ""
+        return above + html_table(self.header, self._texts())
+
+    def section(self) -> str:
+        """The table for a page."""
+        title = html.escape(self.title[:1].upper() + self.title[1:])
+        table = sortable(self.header, self.rows) if self.header else html_table((), self._texts())
+        return f"<h2>{title}</h2>{table}" if title else table
+
+    def _texts(self) -> list[list[str]]:
+        return [[c.text if isinstance(c, TableCell) else c for c in row] for row in self.rows]
+
+
 class Shown(Printed):
     """A result with an HTML form for notebooks: a title and HTML below it."""
 
@@ -166,6 +199,45 @@ class Page(Shown):
 
     def _page(self) -> str:
         raise NotImplementedError
+
+
+class Report(Page):
+    """A result of tables, lines to copy and notes, alike as text, in a notebook and on a page."""
+
+    def __str__(self) -> str:
+        notes = (f"note: {note}" for note in self._notes())
+        return "\n".join([self._title(), *map(str, self._tables()), *self._code(), *notes])
+
+    def _blocks(self) -> list[str]:
+        tables = (table.html() for table in self._tables())
+        return [*self._drawing(), *tables, *map(code, self._code()), *self._remarks()]
+
+    def _page(self) -> str:
+        head = [f"<h1>{html.escape(self._title())}</h1>", *map(code, self._code())]
+        tables = (table.section() for table in self._tables())
+        parts = [*head, *self._drawing(), *tables, *self._remarks(), *self._below()]
+        return document(self._title(), parts)
+
+    def _remarks(self) -> list[str]:
+        return [f"<p>{html.escape(note)}</p>" for note in self._notes()]
+
+    def _tables(self) -> Iterable[Table]:
+        raise NotImplementedError
+
+    def _code(self) -> Iterable[str]:
+        """Lines of Python to copy."""
+        return ()
+
+    def _notes(self) -> Iterable[str]:
+        return ()
+
+    def _drawing(self) -> Iterable[str]:
+        """HTML above the tables."""
+        return ()
+
+    def _below(self) -> Iterable[str]:
+        """HTML that only a page has, at its end."""
+        return ()
 
 
 def document(title: str, parts: Iterable[str]) -> str:

@@ -87,8 +87,7 @@ def text_table(
 
     Words wrap, numbers do not, and the widest column of words wraps first. If that is the last
     column, and the others leave too little space, its words go below the row, indented;
-    consecutive rows with the same words share them. If other columns have to wrap even then, the
-    first goes above its row, if that takes fewer lines. A path breaks after a slash.
+    consecutive rows with the same words share them. A path breaks after a slash.
 
     Args:
         header: Its first line, or `()` for none.
@@ -103,69 +102,17 @@ def text_table(
     longest = [max(map(len, column)) for column in columns]
     widths = _fitted(longest, numeric, room)
     order = [*([header] if header else []), *rows]
-    text = _text_lines(order, widths, numeric, room)
-    if len(widths) < len(longest) and widths != longest[:-1] and not numeric[0]:
-        # Cells begin where the words below do.
-        short = _fitted([len(_BELOW) - _GAP, *longest[1:]], numeric, room)
-        named = _text_lines(order, short, numeric, room, above=True)
-        text = min(text, named, key=len)
-    return "\n".join((indent + line).rstrip() for line in text)
-
-
-def _text_lines(
-    order: Sequence[Sequence[str] | str],
-    widths: list[int],
-    numeric: list[bool],
-    room: int,
-    above: bool = False,
-) -> list[str]:
-    """The lines of a table; without a width for its last column, that stands below its row."""
     text: list[str] = []
     for n, row in enumerate(order):
         if isinstance(row, str):
             text += wrapped(row, room)
             continue
-        is_header = n == 0 and len(order) > 1
-        if above:
-            text += [] if is_header else wrapped(row[0], room)
-            text += _drawn(["", *row[1:]], widths, numeric)
-            if is_header:
-                continue
-        else:
-            text += _drawn(row, widths, numeric)
+        text += _drawn(row, widths, numeric)
         following = order[n + 1] if n + 1 < len(order) else ""
         below = len(widths) < len(row) and row[-1]
         if below and (isinstance(following, str) or following[-1] != row[-1]):
             text += (_BELOW + line for line in wrapped(row[-1], room - len(_BELOW)))
-    return text
-
-
-def fitting_columns(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    leave_out: Sequence[str],
-) -> list[str]:
-    """The columns of a table to print: some are left out, in order, until no cell has to wrap.
-
-    Args:
-        leave_out: The columns that may be left out, the least important first.
-
-    Example:
-
-    >>> rows = [("data 4 x model 2", "x" * 60, "links")]
-    >>> fitting_columns(("mesh", "step", "bound by"), rows, ("bound by", "step"))
-    ['mesh', 'step', 'bound by']
-    >>> fitting_columns(("mesh", "step", "bound by"), [("a", "x" * 90, "")], ("bound by", "step"))
-    ['mesh', 'step']
-    """
-    widths = dict(zip(header, [max(map(len, cells)) for cells in zip(header, *rows)], strict=True))
-    shown = list(header)
-    for name in leave_out:
-        # A table is indented by as much as the gap after a column.
-        if sum(widths[n] + _GAP for n in shown) <= text_width():
-            break
-        shown = [column for column in shown if column != name]
-    return shown
+    return "\n".join((indent + line).rstrip() for line in text)
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -101,25 +101,6 @@ def test_words_of_a_wide_table_wrap():
     assert all(len(line) <= width for width in (25, 40, 61) for line in lines(width))
 
 
-def test_names_stand_above_their_rows_if_that_takes_fewer_lines():
-    rows = [
-        ("self_attention/query/kernel", "(4096, 32, 128)", "16 KiB", "column: feeds 'output'"),
-        ("feedforward_norm/scale", "(4096,)", "4 KiB", "replicated: its features are not split"),
-    ]
-    text = text_table(("weight", "shape", "bytes", "reason"), rows, indent="", width=42)
-    assert text.splitlines() == [
-        "    shape             bytes",
-        "self_attention/query/kernel",
-        "    (4096, 32, 128)  16 KiB",
-        "    column: feeds 'output'",
-        "feedforward_norm/scale",
-        "    (4096,)           4 KiB",
-        "    replicated: its features are not split",
-    ]
-    wider = text_table(("weight", "shape", "bytes", "reason"), rows, indent="", width=54)
-    assert wider.splitlines()[0] == "weight                       shape             bytes"
-
-
 def test_ranges_are_numbers():
     rows = [("a", "1.2 to 3.4 ms"), ("b", "900.0 us to 1.20 ms"), ("c", "5.00 ms")]
     assert text_table((), rows, indent="", width=12).splitlines() == [

@@ -1,6 +1,5 @@
 """Reads a profile by Keras layer and kind of collective, and compares it with a dry run."""
 
-import html
 import json
 import math
 import os
@@ -17,8 +16,8 @@ import jax
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
+from keras_tpu_dist.show.page import Report, Table, TableCell, bar
+from keras_tpu_dist.show.text import duration_text, span_text
 from keras_tpu_dist.tools.dryrun.figures import Estimate
 from keras_tpu_dist.tools.hlo import ProgramCost
 from keras_tpu_dist.tools.hlo.collectives import KINDS, find
@@ -51,7 +50,7 @@ class _Instruction:
 
 
 @dataclass(frozen=True, repr=False)
-class MeasuredSteps(Page):
+class MeasuredSteps(Report):
     """The times in a profile: averages for one step on one device.
 
     Args:
@@ -83,37 +82,20 @@ class MeasuredSteps(Page):
         """The times as plain data."""
         return asdict(self) | {"layers": dict(self.layers), "collectives": dict(self.collectives)}
 
-    def __str__(self) -> str:
-        lines = [self._title()]
-        for title, rows in self._tables():
-            lines += [title, text_table((), rows)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self._notes())])
-
     def _title(self) -> str:
         steps = ", ".join(f"{first} to {last}" for first, last in self.steps)
         where = f"{self.devices} {self.platform} device{'' if self.devices == 1 else 's'}"
         return f"measured on {where}, steps {steps}: {duration_text(self.step_s)} a step"
 
-    def _tables(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    def _tables(self) -> Iterator[Table]:
         times = (("step, by the clock", self.step_s), ("a device was busy", self.busy_s))
-        yield "times", [(name, duration_text(s)) for name, s in times]
-        if self.collectives:
-            yield "collectives", [(name, duration_text(s)) for name, s in self.collectives]
-        if self.layers:
-            yield "layers", [(name, duration_text(s)) for name, s in self.layers]
+        parts = {"times": times, "collectives": self.collectives, "layers": self.layers}
+        for title, found in parts.items():
+            if found:
+                yield Table(title, (), [(name, duration_text(s)) for name, s in found])
 
     def _notes(self) -> list[str]:
         return [_SIMULATED if self.platform == "cpu" else _NO_TPU]
-
-    def _blocks(self) -> list[str]:
-        blocks = []
-        for title, rows in self._tables():
-            blocks += [f"<p>{title}</p>", html_table((), rows)]
-        return [*blocks, *(f"<p>{html.escape(note)}</p>" for note in self._notes())]
-
-    def _page(self) -> str:
-        title = self._title()
-        return document(title, [f"<h1>{html.escape(title)}</h1>", *self._blocks()])
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ class Beside:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Page):
+class Comparison(Report):
     """A profile compared with a dry run.
 
     Attributes:
@@ -167,12 +149,6 @@ class Comparison(Page):
         """The comparison as plain data."""
         return asdict(self) | {"profile": self.profile.to_dict(), "ratio": self.ratio}
 
-    def __str__(self) -> str:
-        lines = [self._title()]
-        for title, header, rows in self._tables():
-            lines += [title, text_table(header, [[cell.text for cell in row] for row in rows])]
-        return "\n".join([*lines, *(f"note: {note}" for note in self._notes())])
-
     def _title(self) -> str:
         title = f"{self.profile._title()}; dry run for {self.compiled_for}"
         if self.step_range is None:
@@ -196,32 +172,10 @@ class Comparison(Page):
             notes.append(f"the dry run is calibrated by {self.calibration}")
         return notes
 
-    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[list[TableCell]]]]:
+    def _tables(self) -> Iterator[Table]:
         for title, found in (("layers", self.layers), ("collectives", self.collectives)):
             if found:
-                yield title, *_table(title.removesuffix("s"), found)
-
-    def _blocks(self) -> list[str]:
-        blocks = []
-        for title, header, rows in self._tables():
-            cells = [[cell.text for cell in row] for row in rows]
-            blocks += [f"<p>{title}</p>", html_table(header, cells)]
-        return [*blocks, *(f"<p>{html.escape(note)}</p>" for note in self._notes())]
-
-    def _page(self) -> str:
-        title = self._title()
-        parts = [f"<h1>{html.escape(title)}</h1>"]
-        for name, header, rows in self._tables():
-            found = self.layers if name == "layers" else self.collectives
-            drawn = [[*row, bars] for row, bars in zip(rows, _bars(found), strict=True)]
-            words = "estimated" if self.step_range else "operations"
-            parts += [
-                f"<h2>{name.capitalize()}</h2>",
-                legend([(FORWARD, "measured"), (BACKWARD, words)]),
-                sortable((*header, "shares"), drawn),
-            ]
-        notes = [f"<p>{html.escape(note)}</p>" for note in self._notes()]
-        return document(title, [*parts, "<h2>Notes</h2>", *notes])
+                yield _table(title, found)
 
 
 def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
@@ -235,22 +189,29 @@ def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
     ]
 
 
-def _table(what: str, found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableCell]]]:
-    rows = []
-    for row, (share, other) in zip(found, _shares(found), strict=True):
-        rows.append(
-            [
-                TableCell(row.name),
-                TableCell(duration_text(row.measured), row.measured),
-                TableCell(f"{share:.1%}", share),
-                _estimated(row),
-                TableCell(f"{other:.1%}", other),
-                _ratio(row),
-            ]
-        )
+def _table(title: str, found: tuple[Beside, ...]) -> Table:
+    shares = _shares(found)
+    largest = max([1e-9, *(max(pair) for pair in shares)])
+
+    def share(part: float, colour: str) -> TableCell:
+        text = f"{part:.1%}"
+        return TableCell(text, part, text + bar([(part / largest, colour, text)]))
+
+    rows = [
+        [
+            row.name,
+            TableCell(duration_text(row.measured), row.measured),
+            share(mine, FORWARD),
+            _estimated(row),
+            share(other, BACKWARD),
+            _ratio(row),
+        ]
+        for row, (mine, other) in zip(found, shares, strict=True)
+    ]
     timed = any(row.estimated is not None for row in found)
-    share = "share" if timed else "operations"
-    return (what, "measured", "share", "estimated", share, "ratio"), rows
+    of_estimate = "share" if timed else "operations"
+    header = (title.removesuffix("s"), "measured", "share", "estimated", of_estimate, "ratio")
+    return Table(title, header, rows)
 
 
 def _estimated(each: Beside) -> TableCell:
@@ -269,17 +230,6 @@ def _ratio(each: Beside) -> TableCell:
 
 def _ratio_text(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}"
-
-
-def _bars(found: tuple[Beside, ...]) -> list[TableCell]:
-    shares = _shares(found)
-    largest = max([1e-9, *(max(pair) for pair in shares)])
-    cells = []
-    for mine, other in shares:
-        two = bar([(mine / largest, FORWARD, f"measured {mine:.1%}")])
-        two += bar([(other / largest, BACKWARD, f"estimated {other:.1%}")])
-        cells.append(TableCell("", mine, two))
-    return cells
 
 
 def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:

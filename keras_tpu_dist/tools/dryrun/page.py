@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.colours import (
     BACKWARD,
-    FAINT,
     FORWARD,
     MEMORY,
     NONE,
     colours_left_out,
 )
 from keras_tpu_dist.show.page import TableCell, bar, definitions, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text
+from keras_tpu_dist.show.text import duration_text, html_table, size_text
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
 from keras_tpu_dist.tools.dryrun.figures import BOUNDS, EFFORTS, CollectiveGroup, exchanges
 
@@ -109,70 +108,21 @@ def _head(run: "DryRun") -> Iterator[str]:
 def _sections(run: "DryRun") -> Iterator[str]:
     yield "<h2>Memory on each device</h2>"
     yield from memory_bars(run)
-    yield from _kinds(run)
+    yield html_table((), run._memory_rows())
     if run.estimate is not None:
-        yield f"<h2>Time of a {run._of}</h2>"
-        yield from _times(run)
+        yield f"<h2>Time of a {run._of}</h2>{html_table((), run._time_rows())}"
+        yield definitions(_WORDS_OF_TIMES)
     if run.cost is not None:
         yield f"<h2>Layers by {'cycles' if run.cost.cycles else 'operations'}</h2>"
         yield from _layers(run)
         yield "<h2>Collectives</h2>"
         yield from _collectives(run)
-    for title, header, rows in run._tables():
-        if title.startswith(("largest", "gathered")) or title.endswith("hosts"):
-            yield f"<h2>{html.escape(title[:1].upper() + title[1:])}</h2>{html_table(header, rows)}"
+    for table in run._tables():
+        if table.title.startswith(("largest", "gathered")) or table.title.endswith("hosts"):
+            yield table.section()
     yield from ["<h2>Notes</h2>", *remarks(run)] if run._remarks() else []
     yield from html_lines(run._last_lines())
     yield from said(run)
-
-
-def _kinds(run: "DryRun") -> Iterator[str]:
-    kinds = kinds_of_memory(run)
-    largest = max((size for _, size in kinds), default=1)
-    limit = run.limit_bytes
-    rows = [
-        (
-            name,
-            TableCell(size_text(size), size),
-            TableCell(f"{size / limit:.2%}", size) if limit else "-",
-            TableCell("", size, bar([(size / largest, MEMORY[name], size_text(size))])),
-        )
-        for name, size in kinds
-    ]
-    yield sortable(("kind", "bytes", "of the HBM", "against the largest"), rows)
-
-
-def _times(run: "DryRun") -> Iterator[str]:
-    e = run.estimate
-    if e is None:
-        return
-    one = [
-        ("matrix operations at peak", e.compute),
-        ("HBM traffic at full speed", e.hbm),
-        ("collectives at full speed", e.link),
-        ("of them not overlapped", e.exposed_link),
-        ("of them between slices", e.dcn),
-    ]
-    times = [(name, s, s) for name, s in one if s or name != "of them between slices"]
-    times.append(("compiler's cycles at the clock", *e.kernels_span))
-    times.append((f"{run._of}, estimate of effort {run.effort}", *e.span))
-    longest = max(high for _, _, high in times) or 1.0
-    rows = [
-        (
-            name,
-            TableCell(span_text(low, high, duration_text), high),
-            TableCell("", high, bar(_range_bar(name, low / longest, high / longest))),
-        )
-        for name, low, high in times
-    ]
-    yield sortable(("what", "time", "against the longest"), rows)
-    yield definitions(_WORDS_OF_TIMES)
-
-
-def _range_bar(name: str, low: float, high: float) -> list[tuple[float, str, str]]:
-    """A bar up to the least, and lighter from there to the most."""
-    rest = [(high - low, FAINT, f"{name}, at most")] if high > low else []
-    return [(low, NONE, f"{name}, at least" if rest else name), *rest]
 
 
 def _explained(run: "DryRun", tiles: Iterable[str]) -> str:

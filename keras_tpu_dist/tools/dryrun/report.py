@@ -1,6 +1,5 @@
 """The result of a dry run: numbers, and their presentation as text."""
 
-import html
 import json
 import math
 import re
@@ -13,8 +12,8 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.show.folding import families, kind_of
-from keras_tpu_dist.show.page import Page
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
+from keras_tpu_dist.show.page import Page, Table
+from keras_tpu_dist.show.text import duration_text, size_text, span_text
 from keras_tpu_dist.tools.dryrun.changes import Change
 from keras_tpu_dist.tools.dryrun.figures import CollectiveGroup, Estimate, exchanges
 from keras_tpu_dist.tools.dryrun.measured import Comparison, compare
@@ -43,8 +42,6 @@ _OF_A_BLOCK = re.compile(r"\d[a-z]?_[a-z_]+$")
 _OF_LAYERS = ("flops", "hbm_bytes", "cycles", "backward_cycles", "link_seconds")
 
 Row = tuple[str, ...]
-# title, header, rows
-Table = tuple[str, Row, list[Row]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,21 +272,15 @@ class DryRun(Page):
         )
 
     def __str__(self) -> str:
-        parts = [self._title(), *self._first_lines()]
-        for title, header, rows in self._tables():
-            parts.append(f"{title}\n{text_table(header, rows)}")
+        parts = [self._title(), *self._first_lines(), *map(str, self._tables())]
         return "\n".join([*parts, *self._remarks(), *self._last_lines()])
 
     def _page(self) -> str:
         return page_of(self)
 
     def _blocks(self) -> list[str]:
-        # A notebook runs no script, so tables cannot be sorted there.
         first, last = html_lines(self._first_lines()), html_lines(self._last_lines())
-        tables = [
-            f"<p>{html.escape(title)}</p>{html_table(header, rows)}"
-            for title, header, rows in self._tables()
-        ]
+        tables = [table.html() for table in self._tables()]
         return [*first, *memory_bars(self), *tables, *remarks(self), *last, *said(self)]
 
     @property
@@ -341,26 +332,24 @@ class DryRun(Page):
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def _tables(self) -> list[Table]:
-        tables: list[Table] = [("memory per device", (), self._memory_rows())]
+        tables = [Table("memory per device", (), self._memory_rows())]
         if self.estimate is not None:
-            tables.append((f"time per {self._of}", (), self._time_rows()))
+            tables.append(Table(f"time per {self._of}", (), self._time_rows()))
         if self.hosts > 1:
-            tables.append((f"{self.hosts} hosts", (), self._host_rows()))
+            tables.append(Table(f"{self.hosts} hosts", (), self._host_rows()))
         if self.cost is not None and self.cost.collectives:
             header = ("collective", "axes", "net", "MB", "per step", "time", "overlapped", "layer")
-            tables.append(("collectives", header, collective_rows(self.cost)))
+            tables.append(Table("collectives", header, collective_rows(self.cost)))
         if self.cost is not None:
             header = ("layer", "GFLOP", "HBM MB", "cycles", "backward", "link")
             title = f"layers by {'cycles' if self.cost.cycles else 'operations'}"
-            tables.append((title, header, layer_rows(self.cost)))
+            tables.append(Table(title, header, layer_rows(self.cost)))
         if self.rematerialized:
-            rows: list[Row] = [(layer,) for layer in self.rematerialized]
-            tables.append(("gathered whole between two layouts", ("layer",), rows))
+            rows = [(layer,) for layer in self.rematerialized]
+            tables.append(Table("gathered whole between two layouts", ("layer",), rows))
         if self.largest_buffers:
-            buffers: list[Row] = [
-                (b.shape, size_text(b.bytes), b.layer) for b in self.largest_buffers[:5]
-            ]
-            tables.append(("largest arrays in HBM", ("array", "size", "layer"), buffers))
+            buffers = [(b.shape, size_text(b.bytes), b.layer) for b in self.largest_buffers[:5]]
+            tables.append(Table("largest arrays in HBM", ("array", "size", "layer"), buffers))
         return tables
 
     def _memory_rows(self) -> list[tuple[str, ...]]:

@@ -20,8 +20,8 @@ from keras_tpu_dist.common.phases import (
     VALIDATE,
 )
 from keras_tpu_dist.show.colours import AXES, DISTINCT, NONE
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, text_table
+from keras_tpu_dist.show.page import Report, Table, TableCell, bar, legend
+from keras_tpu_dist.show.text import duration_text
 
 IDLE = "idle"
 # The phases of a run, in the order of the report.
@@ -59,7 +59,7 @@ class StartOfRun:
 
 
 @dataclass(frozen=True, repr=False)
-class GoodputReport(Page):
+class GoodputReport(Report):
     """How a run spent its time, over all its starts.
 
     Attributes:
@@ -101,13 +101,6 @@ class GoodputReport(Page):
             "full": self.full,
         }
 
-    def __str__(self) -> str:
-        rows = [
-            (name, f"{s:.1f} s", f"{share:.1%}", words) for name, s, share, words in self._rows()
-        ]
-        table = text_table(("what", "time", "share", ""), rows)
-        return "\n".join([self._title(), table, *self._of_starts(), *self._remarks()])
-
     def _title(self) -> str:
         number = len(self.starts)
         starts = "1 start" if number == 1 else f"{number} starts"
@@ -120,68 +113,38 @@ class GoodputReport(Page):
                 yield name, self.seconds[name], self.seconds[name] / whole, words
         yield "(unknown)", self.unaccounted, self.unaccounted / whole, "not in the file"
 
-    def _of_starts(self) -> list[str]:
-        if len(self.starts) < 2:
-            return []
-        rows = [self._start_row(n, start) for n, start in enumerate(self.starts, 1)]
-        left = len(rows) - _MOST_STARTS
-        if left > 0:
-            rows = rows[-_MOST_STARTS:]
-        table = text_table(("start", "processes", "time", "until step", "how it ended"), rows)
-        return [*([f"{left} earlier start(s) left out"] if left > 0 else []), table]
+    def _tables(self) -> Iterable[Table]:
+        rows = [
+            (name, TableCell(f"{s:.1f} s", s), TableCell(f"{share:.1%}", share), words)
+            for name, s, share, words in self._rows()
+        ]
+        yield Table("", ("what", "time", "share", ""), rows)
+        if len(self.starts) > 1:
+            header = ("start", "processes", "time", "until step", "how it ended")
+            of_starts = [
+                (
+                    TableCell(str(number), number),
+                    "-" if start.processes is None else str(start.processes),
+                    TableCell(f"{start.seconds:.1f} s", start.seconds),
+                    "-" if start.step is None else TableCell(str(start.step), start.step),
+                    start.ended,
+                )
+                for number, start in enumerate(self.starts, 1)
+            ]
+            yield Table("", header, of_starts[-_MOST_STARTS:])
 
-    @staticmethod
-    def _start_row(number: int, start: StartOfRun) -> tuple[str, ...]:
-        return (
-            str(number),
-            "-" if start.processes is None else str(start.processes),
-            f"{start.seconds:.1f} s",
-            "-" if start.step is None else str(start.step),
-            start.ended,
-        )
-
-    def _remarks(self) -> list[str]:
-        remarks = []
+    def _notes(self) -> Iterable[str]:
+        if len(self.starts) > _MOST_STARTS:
+            yield f"{len(self.starts) - _MOST_STARTS} earlier start(s) left out"
         if self.full:
-            remarks.append(
-                f"note: the file is full ({records.MOST_BYTES:,} bytes): later lines are missing"
-            )
+            yield f"the file is full ({records.MOST_BYTES:,} bytes): later lines are missing"
         if self.left_out:
-            remarks.append(f"note: {self.left_out} invalid line(s) of the file are ignored")
-        return remarks
+            yield f"{self.left_out} invalid line(s) of the file are ignored"
 
-    def _blocks(self) -> list[str]:
-        return [self._bar(), self._table()]
-
-    def _bar(self) -> str:
+    def _drawing(self) -> list[str]:
         shown = [(name, share) for name, _, share, _ in self._rows() if name in _COLOURS]
         parts = bar((share, _COLOURS[name], f"{name} {share:.1%}") for name, share in shown)
-        return parts + legend((_COLOURS[name], name) for name, _ in shown)
-
-    def _table(self) -> str:
-        header = ("what", "seconds", "share", "")
-        return sortable(
-            header,
-            (
-                (name, TableCell(f"{s:.1f}", s), TableCell(f"{share:.1%}", share), words)
-                for name, s, share, words in self._rows()
-            ),
-        )
-
-    def _page(self) -> str:
-        header = ("start", "processes", "time", "until step", "how it ended")
-        rows = [
-            [
-                TableCell(words, value)
-                for words, value in zip(
-                    self._start_row(n, start), (n, start.processes, start.seconds, start.step, None)
-                )
-            ]
-            for n, start in enumerate(self.starts, 1)
-        ]
-        remarks = [f"<p>{remark}</p>" for remark in self._remarks()]
-        parts = [f"<h1>{self._title()}</h1>", *remarks, *self._blocks(), "<h2>Starts</h2>"]
-        return document("Goodput", [*parts, sortable(header, rows)])
+        return [parts, legend((_COLOURS[name], name) for name, _ in shown)]
 
 
 def goodput_of(path: str | os.PathLike) -> GoodputReport:

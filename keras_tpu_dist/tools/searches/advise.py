@@ -1,7 +1,6 @@
 """advise: compiles what a dry run says to change, and compares."""
 
 import functools
-import html
 import logging
 import os
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
 from keras_tpu_dist.layers.convert import convert
 from keras_tpu_dist.layout.planner import layout_named
-from keras_tpu_dist.show.page import Page, document
+from keras_tpu_dist.show.page import Report, Table
 from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.show.text import html_table, size_text, text_table
+from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.cache import Cache
@@ -28,7 +27,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
-_HEADER = ("change", "counted", "compiled", "memory", "step", "line")
+_HEADER = ("change", "counted", "compiled", "memory", "step")
 _OF_A_FUNCTION = "pass the function that builds the model"
 
 
@@ -50,7 +49,7 @@ class Advised:
 
 
 @dataclass(frozen=True, repr=False)
-class Advice(Page):
+class Advice(Report):
     """What to change about a step, by the compiler.
 
     Attributes:
@@ -76,31 +75,23 @@ class Advice(Page):
             ],
         }
 
-    def __str__(self) -> str:
-        lines: list[tuple[str, ...] | str] = []
-        for *figures, line in self._rows():
-            # Code goes below its row, as long as it is, so that it can be copied.
-            lines += [tuple(figures), *([f"    {line}"] if line else [])]
-        return "\n".join([self._title(), text_table(_HEADER[:-1], lines)])
-
     def _title(self) -> str:
         return self.run._title()
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("as it is", "", "", *_memory_and_step(self.run), "")]
+    def _tables(self) -> list[Table]:
+        rows: list[tuple[str, ...]] = [("as it is", "", "", *_memory_and_step(self.run))]
         for tried in self.tried:
             change = tried.change
             factor = tried.why_not or ("-" if tried.factor is None else f"{tried.factor:.2f}")
             of_run = ("-", "-") if tried.run is None else _memory_and_step(tried.run)
-            rows.append((change.figure, f"{change.factor:.2f}", factor, *of_run, change.line))
-        return rows
+            rows.append((change.figure, f"{change.factor:.2f}", factor, *of_run))
+        return [Table("", _HEADER, rows)]
 
-    def _blocks(self) -> list[str]:
-        return [html_table(_HEADER, self._rows())]
+    def _code(self) -> list[str]:
+        return [f"{tried.change.line}  # {tried.change.figure}" for tried in self.tried]
 
-    def _page(self) -> str:
-        head = f"<h1>{html.escape(self._title())}</h1>"
-        return document(self._title(), [head, *self._blocks(), *self.run._blocks()])
+    def _below(self) -> list[str]:
+        return self.run._blocks()
 
 
 def _memory_and_step(run: DryRun) -> tuple[str, str]:

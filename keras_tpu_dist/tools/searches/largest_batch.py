@@ -1,7 +1,6 @@
 """Finds the largest batch that fits, with the compiler."""
 
 import contextlib
-import html
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +11,8 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
-from keras_tpu_dist.show.page import Page, code, document
-from keras_tpu_dist.show.text import html_table, size_text, text_table
+from keras_tpu_dist.show.page import Report, Table
+from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
 from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
@@ -31,7 +30,7 @@ _HEADER = ("batch size", "", "per device")
 
 
 @dataclass(frozen=True, repr=False)
-class LargestBatch(Page):
+class LargestBatch(Report):
     """The largest batch that fits, and how it was found.
 
     Args:
@@ -52,34 +51,24 @@ class LargestBatch(Page):
         own = {"batch_size": self.batch_size, "strategy": self.strategy, "tried": tried}
         return {**own, "run": self.run.to_dict()}
 
-    def __str__(self) -> str:
-        return "\n".join([self._title(), text_table(_HEADER, self._rows()), *self._line()])
-
     def _title(self) -> str:
         return (
             f"largest batch on {self.run.compiled_for}: {self.batch_size}, "
-            f"found with {len(self.tried)} compilation(s)" + self._by()
+            f"found with {len(self.tried)} compilation(s)"
+            + (f", calibrated by {self.run.calibration}" if self.run.calibration else "")
         )
 
-    def _by(self) -> str:
-        return f", calibrated by {self.run.calibration}" if self.run.calibration else ""
+    def _tables(self) -> list[Table]:
+        rows = [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
+        return [Table("", _HEADER, rows)]
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        return [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
-
-    def _line(self) -> list[str]:
-        """The choice, as a line to copy."""
+    def _code(self) -> list[str]:
         fits = self.batch_size and self.strategy
         return [f"{self.strategy}  # batch_size={self.batch_size}"] if fits else []
 
-    def _blocks(self) -> list[str]:
-        return [html_table(_HEADER, self._rows()), *map(code, self._line())]
-
-    def _page(self) -> str:
-        """The batches that were tried, then the dry run of the result."""
-        head = f"<h1>{html.escape(self._title())}</h1>"
+    def _below(self) -> list[str]:
         run = f"<h2>The step with a batch of {self.run.batch_size}</h2>"
-        return document(self._title(), [head, *self._blocks(), run, *self.run._blocks()])
+        return [run, *self.run._blocks()]
 
 
 @known_words

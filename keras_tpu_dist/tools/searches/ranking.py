@@ -22,7 +22,6 @@ from keras_tpu_dist.show.page import (
 )
 from keras_tpu_dist.show.text import (
     duration_text,
-    fitting_columns,
     html_table,
     size_text,
     span_text,
@@ -56,10 +55,8 @@ _COLUMNS = (
     "verdict",
     "bound by",
 )
-# The columns of the text, and those to leave out if the terminal is too narrow. Lines across the
-# table have the effort and the verdict.
+# The columns of the text. Lines across the table have the effort and the verdict.
 _IN_TEXT = ("mesh", "layout", "slots", "remat", "rows", "memory", "step", "bound by")
-_LEAVE_OUT = ("bound by",)
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ class Ranking(Page):
         lines = [*wrapped(self._title(), text_width()), *wrapped(first, text_width())]
         lines += wrapped(self.undecided, text_width()) if self.undecided else []
         if self.candidates:
-            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT, _LEAVE_OUT))
+            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT))
         return "\n".join([*lines, *self._line()])
 
     def _line(self) -> list[str]:
@@ -390,7 +387,6 @@ def grouped_table(
     candidates: Sequence[Any],
     cells_of_one: Callable[[Any], Mapping[str, str]],
     columns: Sequence[str],
-    leave_out: Sequence[str],
 ) -> str:
     """A table of candidates in the order of their rank, with a line above each group.
 
@@ -399,13 +395,11 @@ def grouped_table(
         cells_of_one: From a candidate to its cells, by column.
         columns: The columns, in order; those without text are left out, and "rows" if all of them
             have as many.
-        leave_out: The columns to leave out if the terminal is too narrow, in this order.
     """
     found = [cells_of_one(candidate) for candidate in candidates]
     names = [name for name in columns if any(cells[name] for cells in found)]
     if len({cells["rows"] for cells in found}) == 1 and "rows" in names:
         names.remove("rows")
-    names = fitting_columns(names, [[cells[n] for n in names] for cells in found], leave_out)
     rows: list[Sequence[str] | str] = []
     group = ""
     for each, cells in zip(candidates, found, strict=True):

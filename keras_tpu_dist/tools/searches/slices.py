@@ -31,8 +31,7 @@ _COLUMNS = (
     "effort",
     "verdict",
 )
-# The columns of the text, which leaves out what follows from others, and those to leave out in turn
-# if the terminal is too narrow.
+# The columns of the text, which leaves out what follows from others.
 _IN_TEXT = (
     "slice",
     "mesh",
@@ -46,7 +45,6 @@ _IN_TEXT = (
     "chip-s/1k rows",
     "price/1M",
 )
-_LEAVE_OUT = ("memory", "step")
 
 
 @dataclass(frozen=True)
@@ -170,12 +168,11 @@ class SliceRanking(Page):
         }
 
     def __str__(self) -> str:
-        columns = list(_IN_TEXT)
-        if len({candidate.tried.rows for candidate in self.candidates}) == 1:
-            columns.remove("chip-s/1k rows")
+        alike = len({candidate.tried.rows for candidate in self.candidates}) == 1
         # With prices, these follow from others.
-        first = ("chip-s/1k rows", "chips x step") if self.prices else ()
-        table = grouped_table(self.candidates, _text_cells, columns, (*first, *_LEAVE_OUT))
+        known = ("chip-s/1k rows", "chips x step") if self.prices else ("chip-s/1k rows",) * alike
+        columns = [name for name in _IN_TEXT if name not in known]
+        table = grouped_table(self.candidates, _text_cells, columns)
         return "\n".join([*wrapped(self._title(), text_width()), table, *self._lines()])
 
     def _title(self) -> str:
