@@ -34,7 +34,7 @@ def test_the_check_that_the_site_shows_names_what_it_names_now():
     """`python docs/reports.py check.html` writes it anew."""
     keras.backend.clear_session()
     shown = REPORTS.names((REPORTS.REPORTS / "check.html").read_text())
-    assert {"is it correct?", "products", "links", "step time", "logits"} <= shown
+    assert {"is it correct?", "products", "links", "step time"} <= shown
     assert shown <= REPORTS.names(REPORTS.PAGES["check.html"]())
 
 

@@ -7,7 +7,6 @@ import logging
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import jax
 import keras
@@ -145,7 +144,7 @@ def test_a_flipped_bit_in_a_product(sometimes):
     if sometimes:
         assert "twice, has different bits" in check.problems[0].what
         assert "Silent data corruption" in check.problems[0].means
-    for dtype in ("float32", "bfloat16", "float16", "float8 e4m3", "float8 e5m2", "int8"):
+    for dtype in ("float32", "bfloat16", "int8"):
         assert any(dtype in p.what for p in check.problems), dtype
 
 
@@ -159,46 +158,6 @@ def test_a_product_in_the_wrong_precision():
     (problem,) = checked({"data": 8}, "products", launches=faulty).problems
     assert "a setting or the compiler, not a chip" in problem.means
     assert "jax_default_matmul_precision" in problem.fix
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits", "name", "like"),
-    [
-        ("float16", 8, "float16", "bfloat16"),
-        ("float8_e4m3fn", 3, "float8 e4m3", "float8_e5m2"),
-        ("float8_e5m2", 2, "float8 e5m2", "two bits"),
-    ],
-)
-def test_a_shorter_product_in_the_wrong_precision(dtype, bits, name, like):
-    faulty = RoundsOperands(kinds=("product",), devices=[3], dtype=dtype, bits=bits)
-    check = checked({"data": 4, "model": 2}, "products", launches=faulty)
-    (problem,) = check.problems
-    assert f"device 3: the product in {name} differs from float64" in problem.what
-    assert f"as if operands were rounded to {like}" in problem.what
-    assert problem.devices == (3,)
-
-
-def test_a_dtype_that_the_backend_refuses(monkeypatch):
-    real = products._program
-
-    def refusing(mesh, kind):
-        if kind.dtype == "float8_e5m2":
-            raise NotImplementedError("UNIMPLEMENTED: F8E5M2 on this backend")
-        return real(mesh, kind)
-
-    monkeypatch.setattr(products, "_program", refusing)
-    check = checked({"data": 8}, "products")
-    assert check.ok, str(check)
-    part = check.part("products")
-    assert "float8 e4m3" in part.words
-    words = "; float8 e5m2 is not supported by this backend (NotImplementedError: UNIMPLEMENTED: F8"
-    assert words in part.words
-    assert "F8E5M2" in part.figures["float8 e5m2"]["refused"]
-    # What every backend has is a problem if it is refused.
-    monkeypatch.setattr(products, "_refused", lambda *args: "is not asked")
-    monkeypatch.setattr(products, "_program", lambda *args: 1 / 0)
-    (problem,) = checked({"data": 8}, "products").problems
-    assert "ZeroDivisionError" in problem.what
 
 
 @pytest.mark.parametrize("kind", [*SUMS, *MOVES])
@@ -400,16 +359,6 @@ def test_a_slow_link_is_named():
     assert "The link between them is slow" in problem.means
 
 
-def test_no_profile_of_a_step():
-    with ktd.TPUStrategy({"data": 8}).scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse")
-    with tempfile.TemporaryDirectory() as folder, jax.profiler.trace(folder):
-        part = checked({"data": 8}, "step time", model=model).part("step time")
-    assert part.ok
-    assert "by layer: no profile could be read, " in part.words
-
-
 def test_rates_of_right_devices():
     with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -423,9 +372,6 @@ def test_rates_of_right_devices():
     assert set(links["axes"]) == {"data", "model"}
     # Each device has a next one along both axes; of two, each is the next of the other.
     assert len(links["neighbours"]) == 16
-    times = check.part("step time").figures["by layer"]
-    assert {"dense", "adam", "all-reduce"} <= {row["name"] for row in times}
-    assert "by layer: " in check.part("step time").words
     assert len(check.part("memory").figures["memory"]) == 8
     assert check.part("step time").figures["step"] < check.part("step time").figures["first"]
     assert not model.optimizer.built
@@ -545,17 +491,15 @@ def test_a_report_can_be_sent_and_fits_on_a_screen(tmp_path):
 def test_precisions_of_a_tpu():
     kinds = {kind.words: kind for kind in products.kinds("tpu")}
     assert list(kinds) == [
-        *("float32 (1 bfloat16 pass)", "float32 (highest)", "bfloat16"),
-        *("float16", "float8 e4m3", "float8 e5m2", "int8"),
+        *("float32 (1 bfloat16 pass)", "float32 (highest)", "bfloat16", "int8"),
     ]
     with jax.default_matmul_precision("high"):
         assert products.kinds("tpu")[0].words == "float32 (3 passes)"
     allowed = [kind.allowed(512) for kind in kinds.values()]
     assert 5e-3 < allowed[0] < 1e-2
     assert allowed[1] < 4e-5
-    assert 5e-3 < allowed[3] < 1e-2
-    assert allowed[2] == allowed[4] == allowed[5] < 4e-5
-    assert allowed[6] == 0
+    assert allowed[2] < 4e-5
+    assert allowed[3] == 0
     # Operands rounded to bfloat16 are within what one pass may be off, and beyond all others.
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(512, 512)).astype("float32") for _ in range(2))

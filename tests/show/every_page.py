@@ -81,7 +81,6 @@ def checks():
         figures = [
             CheckPart("matrix units", FAST, SENTENCE[:60], figures={"float32": rates}),
             CheckPart("memory", FAST, SENTENCE, figures={"memory": rates}),
-            CheckPart("step time", FAST, "", figures={"by layer": by_layer()}),
         ]
         parts = (*right, *figures)
         mesh = (("data", devices),)
@@ -94,11 +93,6 @@ def checks():
     mesh = (("data", 4), ("model", 2))
     yield "check with problems", Check("cpu", "cpu", mesh, 8, 3, 600, parts, versions)
     yield "check of nothing", Check("cpu", "cpu", mesh, 1, 3, 0.1, (), ())
-
-
-def by_layer():
-    rows = [{"name": LONG, "measured": 0.002, "estimated": (0.001, 0.003)}]
-    return [*rows, {"name": SOLID, "measured": 2e-7, "estimated": None}]
 
 
 def profiles():

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
 from keras_tpu_dist.tools.checkup.report import (
@@ -22,31 +22,20 @@ from keras_tpu_dist.tools.checkup.report import (
 
 # Unit roundoffs: half of the relative distance between neighbouring numbers.
 _U16, _U32 = 2.0**-8, 2.0**-24
-# Characters shown of the reason why a backend does not support a dtype.
-_MOST_LETTERS = 80
 # The relative error from rounding the operands of a float32 product, by platform and precision. A
 # TPU computes it by bfloat16 products: "default" rounds both operands once; "high" (three passes)
 # preserves 16 bits of an operand in two parts and leaves out the product of the small parts;
 # "highest" ("float32", six passes) preserves 24 bits in three parts. Sources: the documentation of
 # `jax_default_matmul_precision` and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ...
 # six passes"); Henry, Tang, Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
-# higher-precision computations", 2019, for the error of splitting into parts. Operands of float8
-# are used as they are, or as bfloat16; either way, each term is exact in float32.
+# higher-precision computations", 2019, for the error of splitting into parts.
 _LOST = {
     ("tpu", "default"): 2 * _U16 + _U16**2,
     ("tpu", "high"): 4 * _U16**2,
     ("tpu", "highest"): 8 * _U16**3,
 }
 # The next shorter dtype, and the relative error from rounding an operand to it.
-_SHORTER = {
-    "float32": ("bfloat16", _U16),
-    "float16": ("bfloat16", _U16),
-    "bfloat16": ("float8_e4m3fn", 2.0**-4),
-    "float8_e4m3fn": ("float8_e5m2", 2.0**-3),
-    "float8_e5m2": ("two bits", 2.0**-2),
-}
-# Smaller numbers of float8_e4m3fn have fewer bits, or count as 0.
-_LEAST_FLOAT8 = 2.0**-6
+_SHORTER = {"float32": ("bfloat16", _U16), "bfloat16": ("float8_e4m3fn", 2.0**-4)}
 # Names that `jax.default_matmul_precision` takes.
 _WORDS = {
     "default": "default",
@@ -71,7 +60,6 @@ class Kind:
     Args:
         precision: A `jax.lax.Precision`, or `None` for the configured one.
         lost: The relative error from rounding operands; 0 if they are not rounded.
-        may_lack: Whether a backend may not support it.
     """
 
     words: str
@@ -80,7 +68,6 @@ class Kind:
     precision: Any = None
     lost: float = 0.0
     exact: bool = False
-    may_lack: bool = False
 
     def allowed(self, terms: int) -> float:
         """The largest error of a correct result, relative to the product of absolute values.
@@ -107,11 +94,6 @@ def kinds(platform: str) -> list[Kind]:
         exact = lax.Precision.HIGHEST
         found.append(Kind("float32 (highest)", "float32", "float32", exact, highest))
     found.append(Kind("bfloat16", "bfloat16", "float32"))
-    # A TPU has no units for float16, and computes as for float32.
-    lost = lost if platform == "tpu" else 0.0
-    found.append(Kind("float16", "float16", "float32", None, lost, may_lack=True))
-    for dtype, name in (("float8_e4m3fn", "float8 e4m3"), ("float8_e5m2", "float8 e5m2")):
-        found.append(Kind(name, dtype, "float32", may_lack=True))
     found.append(Kind("int8", "int8", "int32", exact=True))
     return found
 
@@ -121,12 +103,7 @@ def products(bench: Bench) -> CheckPart:
     size = 512 if bench.platform == "tpu" else 192
     problems: list[Problem] = []
     figures: dict[str, Any] = {}
-    lacks: dict[str, str] = {}
     for kind in kinds(bench.platform):
-        why = _refused(bench, kind, size) if kind.may_lack else ""
-        if why:
-            lacks[kind.words] = why
-            continue
         worst, found = _of_kind(bench, kind, size)
         problems += found
         figures[kind.words] = {"largest error": worst, "allowed": kind.allowed(size)}
@@ -134,24 +111,7 @@ def products(bench: Bench) -> CheckPart:
     words = f"{names}: same as float64 within rounding, same bits when repeated and on all devices"
     if problems:
         words = f"{names}, compared with float64, twice on every device"
-    for name, why in lacks.items():
-        words += f"; {name} is not supported by this backend ({why})"
-        figures[name] = {"refused": why}
     return CheckPart("products", RIGHT, words, tuple(problems), figures)
-
-
-def _refused(bench: Bench, kind: Kind, size: int) -> str:
-    """Why this backend does not compile a kind of product; `""` if it does."""
-    row = PartitionSpec("device")
-    array = jax.ShapeDtypeStruct(
-        (bench.row.size, size, size), kind.dtype, sharding=NamedSharding(bench.row, row)
-    )
-    why = ""
-    try:
-        _program(bench.row, kind).lower(array, array).compile()
-    except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_LETTERS]
-    return bench.agreed(f"compiling {kind.words}", why, lambda every: next(filter(None, every), ""))
 
 
 def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]:
@@ -180,10 +140,7 @@ def _error(found: np.ndarray, exact: np.ndarray, scale: np.ndarray) -> float:
 def _drawn(rng: np.random.Generator, dtype: str, size: int) -> np.ndarray:
     if dtype == "int8":
         return rng.integers(-127, 128, (size, size)).astype(np.int8)
-    values = rng.normal(size=(size, size))
-    if dtype.startswith("float8"):
-        values = np.copysign(np.maximum(np.abs(values), _LEAST_FLOAT8), values)
-    return values.astype(jax.numpy.dtype(dtype))
+    return rng.normal(size=(size, size)).astype(jax.numpy.dtype(dtype))
 
 
 def _program(mesh: Any, kind: Kind) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.show.colours import NONE
-from keras_tpu_dist.show.page import Page, TableCell, bar, definitions, document, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, text_table
 from keras_tpu_dist.tools.checkup.calibrated import calibration_of, chip_of
 
@@ -270,7 +270,6 @@ class Check(Page):
             f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>',
             *self._blocks(),
             *_by_device(self),
-            *_by_layer(self),
         ]
         return document(self._title(), parts)
 
@@ -313,31 +312,6 @@ def _rate_cell(rate: float | None, most: float) -> TableCell:
         return TableCell("-")
     text = f"{rate / 1e9:,.1f}"
     return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
-
-
-def _by_layer(check: Check) -> Iterator[str]:
-    """The times of the user's step by layer, for a page."""
-    found = _figures(check).get("step time", {}).get("by layer", [])
-    if not found:
-        return
-    total = sum(row["measured"] for row in found) or 1.0
-    rows = [
-        [
-            row["name"],
-            TableCell(duration_text(row["measured"]), row["measured"]),
-            TableCell("", row["measured"], bar([(row["measured"] / total, NONE, row["name"])])),
-        ]
-        for row in sorted(found, key=lambda row: -row["measured"])
-    ]
-    head = ("layer or collective", "measured", "of the step")
-    yield f"<h2>Your step</h2>{sortable(head, rows)}"
-    yield definitions([_IN_A_PROFILE])
-
-
-_IN_A_PROFILE = (
-    "measured",
-    "by JAX's profiler, on average over the devices; collectives include waiting for others",
-)
 
 
 def _problem_lines(part: CheckPart) -> list[str]:
