@@ -205,21 +205,23 @@ class Report(Page):
     """A result of tables, lines to copy and notes, alike as text, in a notebook and on a page."""
 
     def __str__(self) -> str:
-        notes = (f"note: {note}" for note in self._notes())
-        return "\n".join([self._title(), *map(str, self._tables()), *self._code(), *notes])
+        tables = map(str, self._tables())
+        return "\n".join([self._title(), *tables, *self._code(), *self._lines()])
 
     def _blocks(self) -> list[str]:
         tables = (table.html() for table in self._tables())
-        return [*self._drawing(), *tables, *map(code, self._code()), *self._remarks()]
+        return [*self._drawing(), *tables, *map(code, self._code()), *self._paragraphs()]
 
     def _page(self) -> str:
-        head = [f"<h1>{html.escape(self._title())}</h1>", *map(code, self._code())]
+        head = [self._heading(), *map(code, self._code()), *self._drawing()]
         tables = (table.section() for table in self._tables())
-        parts = [*head, *self._drawing(), *tables, *self._remarks(), *self._below()]
-        return document(self._title(), parts)
+        return document(self._title(), [*head, *tables, *self._paragraphs(), *self._below()])
 
-    def _remarks(self) -> list[str]:
-        return [f"<p>{html.escape(note)}</p>" for note in self._notes()]
+    def _paragraphs(self) -> list[str]:
+        return [f"<p>{html.escape(line).replace(chr(10), '<br>')}</p>" for line in self._lines()]
+
+    def _heading(self) -> str:
+        return f"<h1>{html.escape(self._title())}</h1>"
 
     def _tables(self) -> Iterable[Table]:
         raise NotImplementedError
@@ -228,7 +230,8 @@ class Report(Page):
         """Lines of Python to copy."""
         return ()
 
-    def _notes(self) -> Iterable[str]:
+    def _lines(self) -> Iterable[str]:
+        """What is said below the tables, such as notes."""
         return ()
 
     def _drawing(self) -> Iterable[str]:

@@ -483,7 +483,7 @@ def test_a_report_can_be_sent_and_fits_on_a_screen(tmp_path):
     assert len(text.splitlines()) < 25
     check.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "what it means" in page
+    assert "<br>  means: " in page
     assert "device 5" in page
     assert "device 5" in check._repr_html_()
 

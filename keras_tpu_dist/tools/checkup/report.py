@@ -9,8 +9,8 @@ from typing import Any
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.show.colours import NONE
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, text_table
+from keras_tpu_dist.show.page import Report, Table, TableCell, bar
+from keras_tpu_dist.show.text import duration_text
 from keras_tpu_dist.tools.checkup.calibrated import calibration_of, chip_of
 
 RIGHT, FAST = "right", "fast"
@@ -102,7 +102,7 @@ class CheckPart(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Check(Page):
+class Check(Report):
     """The result of `strategy.check`.
 
     Args:
@@ -173,7 +173,7 @@ class Check(Page):
         """
         return calibration_of(
             chip_of(self.device_kind),
-            _figures(self),
+            {part.name: part.figures for part in self.parts},
             source or f"a check of {self._devices()}",
         )
 
@@ -190,12 +190,6 @@ class Check(Page):
             "versions": dict(self.versions),
             "parts": [part.to_dict() for part in self.parts],
         }
-
-    def __str__(self) -> str:
-        lines = [self._title(), *self._table(RIGHT), *self._table(FAST)]
-        for part in self.parts:
-            lines += _problem_lines(part)
-        return "\n".join([*lines, *self._rest()])
 
     def _title(self) -> str:
         return f"check of {self._devices()}: {self._verdict()}, {self._took()}"
@@ -230,81 +224,56 @@ class Check(Page):
         several = f", {self.processes} processes" if self.processes > 1 else ""
         return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh}){several}"
 
-    def _rows(self, kind: str) -> list[tuple[str, str]]:
-        ran = [part for part in self.parts if part.kind == kind and not part.left_out]
-        return [(part.name, part.words if part.ok else f"WRONG. {part.words}") for part in ran]
+    def _tables(self) -> Iterator[Table]:
+        for kind, head in ((RIGHT, "is it correct?"), (FAST, "is it fast?")):
+            ran = [part for part in self.parts if part.kind == kind and not part.left_out]
+            rows = [(part.name, part.words if part.ok else f"WRONG. {part.words}") for part in ran]
+            if rows:
+                yield Table("", (head, ""), rows)
 
-    def _table(self, kind: str) -> list[str]:
-        rows = self._rows(kind)
-        return [text_table((_HEADS[kind], ""), rows)] if rows else []
-
-    def _rest(self) -> list[str]:
-        return [f"left out: {part.name}: {part.left_out}" for part in self.left_out]
-
-    def _blocks(self) -> list[str]:
-        blocks = [
-            html_table((_HEADS[k], ""), self._rows(k)) for k in (RIGHT, FAST) if self._rows(k)
-        ]
-        if self.problems:
-            blocks.insert(0, html_table((), self._problem_rows()))
-        return blocks + [f"<p>{html.escape(line)}</p>" for line in self._rest()]
-
-    def _problem_rows(self) -> list[str | tuple[str, str]]:
-        rows: list[str | tuple[str, str]] = []
+    def _lines(self) -> Iterator[str]:
         for part in self.parts:
-            for problem in part.problems:
-                rows += [
-                    part.name,
-                    ("what is wrong", problem.what),
-                    ("what it means", problem.means),
-                    ("what to do", problem.fix),
-                ]
-        return rows
+            yield from (f"{part.name}: {problem}" for problem in part.problems[:_MOST_SHOWN])
+            if len(part.problems) > _MOST_SHOWN:
+                more = len(part.problems) - _MOST_SHOWN
+                yield f"{part.name}: and {more} more, in to_dict() and --json"
+        for part in self.left_out:
+            yield f"left out: {part.name}: {part.left_out}"
 
-    def _page(self) -> str:
+    def _heading(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         style = "bad" if not self.ok else "muted" if self._is_part else "good"
         verdict = f'<span class="{style}">{html.escape(self._verdict())}</span>'
-        parts = [
-            f"<h1>check of {html.escape(self._devices())}: {verdict}</h1>",
-            f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>',
-            *self._blocks(),
-            *_by_device(self),
+        return (
+            f"<h1>check of {html.escape(self._devices())}: {verdict}</h1>"
+            f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>'
+        )
+
+    def _below(self) -> list[str]:
+        """The measurements of every device."""
+        rates = {
+            f"{part.name}{'' if kind == part.name else f', {kind}'} ({unit})": every
+            for part in self.parts
+            if (unit := _BY_DEVICE.get(part.name))
+            for kind, every in part.figures.items()
+        }
+        numbers = sorted({int(number) for every in rates.values() for number in every})
+        most = {name: max(every.values()) for name, every in rates.items()}
+        rows = [
+            [
+                TableCell(str(number), number),
+                *(_rate_cell(every.get(str(number)), most[name]) for name, every in rates.items()),
+            ]
+            for number in numbers
         ]
-        return document(self._title(), parts)
+        return [Table("every device", ("device", *rates), rows).section()] if rows else []
 
 
 _MOST_MISSED, _MOST_NAMED = 3, 8  # parts that the verdict names, devices that a problem names
-_HEADS = {RIGHT: "is it correct?", FAST: "is it fast?"}
-
-
-def _figures(check: Check) -> dict[str, dict[str, Any]]:
-    return {part.name: part.figures for part in check.parts}
 
 
 # Parts that measure each device, with the unit of a billion.
 _BY_DEVICE = {"matrix units": "GFLOP/s", "memory": "GB/s", "host transfer": "GB/s"}
-
-
-def _by_device(check: Check) -> Iterator[str]:
-    """The measurements of every device, for a page."""
-    rates = {
-        f"{name}{'' if kind == name else f', {kind}'} ({unit})": every
-        for name, unit in _BY_DEVICE.items()
-        for kind, every in _figures(check).get(name, {}).items()
-    }
-    if not rates:
-        return
-    numbers = sorted({int(number) for every in rates.values() for number in every})
-    most = {name: max(every.values()) for name, every in rates.items()}
-    rows = [
-        [
-            TableCell(str(number), number),
-            *(_rate_cell(every.get(str(number)), most[name]) for name, every in rates.items()),
-        ]
-        for number in numbers
-    ]
-    yield f"<h2>Every device</h2>{sortable(('device', *rates), rows)}"
 
 
 def _rate_cell(rate: float | None, most: float) -> TableCell:
@@ -312,12 +281,6 @@ def _rate_cell(rate: float | None, most: float) -> TableCell:
         return TableCell("-")
     text = f"{rate / 1e9:,.1f}"
     return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
-
-
-def _problem_lines(part: CheckPart) -> list[str]:
-    lines = [f"{part.name}: {problem}" for problem in part.problems[:_MOST_SHOWN]]
-    more = len(part.problems) - _MOST_SHOWN
-    return lines + ([f"{part.name}: and {more} more, in to_dict() and --json"] if more > 0 else [])
 
 
 def joined(parts: Sequence[CheckPart]) -> CheckPart:

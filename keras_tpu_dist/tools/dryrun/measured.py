@@ -91,8 +91,8 @@ class MeasuredSteps(Report):
             if found:
                 yield Table(title, (), [(name, duration_text(s)) for name, s in found])
 
-    def _notes(self) -> list[str]:
-        return [_SIMULATED if self.platform == "cpu" else _NO_TPU]
+    def _lines(self) -> list[str]:
+        return [f"note: {_SIMULATED if self.platform == 'cpu' else _NO_TPU}"]
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Comparison(Report):
         span = low if low == high else f"{low} to {high}"
         return f"{title}, effort {self.effort}: {span}, estimate"
 
-    def _notes(self) -> list[str]:
-        notes = self.profile._notes()
+    def _lines(self) -> list[str]:
+        notes = []
         if self.step_range is not None and self.effort == "quick":
             notes.append("with effort quick, the dry run's times are ranges")
         if self.step_range is not None:
@@ -167,7 +167,7 @@ class Comparison(Report):
             notes.append("the dry run and the profile are for different kinds of devices")
         if self.calibration:
             notes.append(f"the dry run is calibrated by {self.calibration}")
-        return notes
+        return [*self.profile._lines(), *(f"note: {note}" for note in notes)]
 
     def _tables(self) -> Iterator[Table]:
         for title, found in (("layers", self.layers), ("collectives", self.collectives)):

@@ -133,13 +133,13 @@ class GoodputReport(Report):
             ]
             yield Table("", header, of_starts[-_MOST_STARTS:])
 
-    def _notes(self) -> Iterable[str]:
+    def _lines(self) -> Iterable[str]:
         if len(self.starts) > _MOST_STARTS:
-            yield f"{len(self.starts) - _MOST_STARTS} earlier start(s) left out"
+            yield f"note: {len(self.starts) - _MOST_STARTS} earlier start(s) left out"
         if self.full:
-            yield f"the file is full ({records.MOST_BYTES:,} bytes): later lines are missing"
+            yield f"note: the file is full ({records.MOST_BYTES:,} bytes): later lines are missing"
         if self.left_out:
-            yield f"{self.left_out} invalid line(s) of the file are ignored"
+            yield f"note: {self.left_out} invalid line(s) of the file are ignored"
 
     def _drawing(self) -> list[str]:
         shown = [(name, share) for name, _, share, _ in self._rows() if name in _COLOURS]
