@@ -15,19 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_tpu_dist.programs.dimensions import ELEMENTWISE
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph
 
 # Operations that return each number unchanged or rounded.
 _UNCHANGED = {"sharding_constraint", "copy", "copy_p", "convert_element_type"}
 # Operations that return zero for zero.
 _ZERO_OF_ZERO = _UNCHANGED | {"neg", "sign", "abs", "square", "sqrt", "reduce_precision", "tanh"}
-# fmt: off
-_ELEMENTWISE = _ZERO_OF_ZERO | {
-    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "rsqrt", "cbrt",
-    "exp", "exp2", "expm1", "log", "log1p", "logistic", "select_n", "clamp", "is_finite", "rem",
-    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "floor", "ceil", "round", "erf",
-}
-# fmt: on
 _MODES = {
     lax.GatherScatterMode.FILL_OR_DROP,
     lax.GatherScatterMode.CLIP,
@@ -282,7 +276,7 @@ class _Update:
         )
 
     def _add(self, operation: Equation) -> None:
-        if operation.name not in _ELEMENTWISE or len(operation.results) != 1:
+        if operation.name not in ELEMENTWISE or len(operation.results) != 1:
             raise Refused(f"its update reads the whole table or its gradient ({operation.name})")
         if operation.results[0].shape != self._shape:
             raise Refused(f"its update changes shapes ({operation.name})")

@@ -17,6 +17,7 @@ from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, traced_step
 from keras_tpu_dist.programs.partitioner import in_compiled_code
+from keras_tpu_dist.programs.partitioner.places import padded_at_the_end
 from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
 from keras_tpu_dist.programs.tables.reading import Reading, RowLookup, number_of, on_rows, read
 from keras_tpu_dist.programs.tables.width import (
@@ -297,10 +298,7 @@ class _Used:
     def _placed(self, ids: Any) -> tuple[Any, Lookups]:
         """Ids padded to equal counts on all devices, and their `Lookups`."""
         ways = axis_size(self._split.mesh, self._split.batch or None)
-        short = -ids.shape[0] % ways
-        if short:
-            widths = [(0, short, 0), *[(0, 0, 0)] * (ids.ndim - 1)]
-            ids = lax.pad(ids, np.int32(NOBODY), widths)
+        ids = padded_at_the_end(ids, {0: -ids.shape[0] % ways}, NOBODY)
         return ids, Lookups(self._split, ids.size // ways)
 
     def _route(self, lookup: RowLookup, indices: Any) -> tuple[Any, Route]:
@@ -319,10 +317,7 @@ class _Used:
     @staticmethod
     def _gradients(ids: Any, updates: Any) -> Any:
         """The gradients of a lookup's rows, padded as `_placed` pads its ids."""
-        short = ids.shape[0] - updates.shape[0]
-        if short:
-            widths = [(0, short, 0), *[(0, 0, 0)] * (updates.ndim - 1)]
-            updates = lax.pad(updates, jnp.zeros((), updates.dtype), widths)
+        updates = padded_at_the_end(updates, {0: ids.shape[0] - updates.shape[0]})
         return updates.reshape(-1, updates.shape[-1])
 
     def _dense(self, lookup: RowLookup) -> Callable:
