@@ -125,8 +125,8 @@ class TableCell:
     markup: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
+@dataclass(frozen=True, repr=False)
+class Table(Printed):
     """A table of a report, as text, in a notebook, or on a page, where a click sorts it.
 
     Attributes:

@@ -217,7 +217,8 @@ def _cached(entry: Any) -> Compiled | None:
     """The result from a cache entry, unless another version of this package wrote it
     differently."""
     try:
-        return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
+        known = {**entry, "rematerialized": tuple(entry["rematerialized"])}
+        return Compiled(**known)
     except (TypeError, KeyError):
         return None
 

@@ -55,8 +55,10 @@ _COLUMNS = (
     "verdict",
     "bound by",
 )
-# The columns of the text. Lines across the table have the effort and the verdict.
+# The columns of the text, and those to leave out if the terminal is too narrow. Lines across the
+# table have the effort and the verdict.
 _IN_TEXT = ("mesh", "layout", "slots", "remat", "rows", "memory", "step", "bound by")
+_LEAVE_OUT = ("bound by",)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class Ranking(Page):
         lines = [*wrapped(self._title(), text_width()), *wrapped(first, text_width())]
         lines += wrapped(self.undecided, text_width()) if self.undecided else []
         if self.candidates:
-            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT))
+            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT, _LEAVE_OUT))
         return "\n".join([*lines, *self._line()])
 
     def _line(self) -> list[str]:
@@ -387,6 +389,7 @@ def grouped_table(
     candidates: Sequence[Any],
     cells_of_one: Callable[[Any], Mapping[str, str]],
     columns: Sequence[str],
+    leave_out: Sequence[str],
 ) -> str:
     """A table of candidates in the order of their rank, with a line above each group.
 
@@ -395,11 +398,17 @@ def grouped_table(
         cells_of_one: From a candidate to its cells, by column.
         columns: The columns, in order; those without text are left out, and "rows" if all of them
             have as many.
+        leave_out: The columns to leave out if the terminal is too narrow, in this order.
     """
     found = [cells_of_one(candidate) for candidate in candidates]
     names = [name for name in columns if any(cells[name] for cells in found)]
     if len({cells["rows"] for cells in found}) == 1 and "rows" in names:
         names.remove("rows")
+    for name in leave_out:
+        # Columns have two spaces between them.
+        widths = [2 + max(len(n), *(len(cells[n]) for cells in found)) for n in names]
+        if name in names and sum(widths) > text_width():
+            names.remove(name)
     rows: list[Sequence[str] | str] = []
     group = ""
     for each, cells in zip(candidates, found, strict=True):

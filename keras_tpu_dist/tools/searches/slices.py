@@ -31,7 +31,8 @@ _COLUMNS = (
     "effort",
     "verdict",
 )
-# The columns of the text, which leaves out what follows from others.
+# The columns of the text, which leaves out what follows from others, and those to leave out in turn
+# if the terminal is too narrow.
 _IN_TEXT = (
     "slice",
     "mesh",
@@ -172,7 +173,7 @@ class SliceRanking(Page):
         # With prices, these follow from others.
         known = ("chip-s/1k rows", "chips x step") if self.prices else ("chip-s/1k rows",) * alike
         columns = [name for name in _IN_TEXT if name not in known]
-        table = grouped_table(self.candidates, _text_cells, columns)
+        table = grouped_table(self.candidates, _text_cells, columns, ("memory", "step"))
         return "\n".join([*wrapped(self._title(), text_width()), table, *self._lines()])
 
     def _title(self) -> str:

@@ -139,6 +139,10 @@ _PRICE = _option(
 )
 
 
+_OF_A_SLICE = (_BUILD, _SLICE, *_STRATEGY)
+_OF_LAYOUTS = (_BUILD_OR_PAIR, *_HERE, *_STRATEGY)
+
+
 def _mode(modes: tuple[str, ...] = _MODES) -> Option:
     words = "which step to compile; default: train"
     return _option("--mode", default="train", choices=modes, help=words)
@@ -205,17 +209,26 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
                 help=f"{_LAYOUTS}; repeat it for several; default: none",
             ),
             _BATCH_SIZE,
-            *(*_INPUTS, _mode(), _TIMEOUT, _CALIBRATION, _PRICE, *_WRITTEN),
+            *_INPUTS,
+            _mode(),
+            _TIMEOUT,
+            _CALIBRATION,
+            _PRICE,
+            *_WRITTEN,
         ),
     ),
     "dry-run": (
         "compile a model for a slice, which you need not have; exit code 1 if it does not fit",
         (
-            *(_BUILD, _SLICE, *_STRATEGY),
+            *_OF_A_SLICE,
             _option(
                 "--batch-size", type=int, help="global batch size; default: the largest that fits"
             ),
-            *(*_INPUTS, _mode(), _TIMEOUT, _EFFORT, _CALIBRATION),
+            *_INPUTS,
+            _mode(),
+            _TIMEOUT,
+            _EFFORT,
+            _CALIBRATION,
             _option(
                 "--verify", action="store_true", help="run the program on simulated devices too"
             ),
@@ -225,7 +238,11 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
     "largest-batch": (
         "find the largest batch that fits on a slice",
         (
-            *(_BUILD, _SLICE, *_STRATEGY, *_INPUTS, _mode(), _TIMEOUT, _EFFORT),
+            *_OF_A_SLICE,
+            *_INPUTS,
+            _mode(),
+            _TIMEOUT,
+            _EFFORT,
             _option(
                 "--tolerance",
                 type=float,
@@ -235,14 +252,19 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             _option(
                 "--max-compiles", type=int, default=8, help="the most compilations; default: 8"
             ),
-            *(_CALIBRATION, *_WRITTEN),
+            _CALIBRATION,
+            *_WRITTEN,
         ),
     ),
     "verify": (
         "run what the TPU compiler makes of a model, without a TPU, beside one device; exit code "
         "1 if they differ",
         (
-            *(_BUILD, _SLICE, *_STRATEGY, _BATCH_SIZE, *_INPUTS, _mode(_MODES[:3]), _TIMEOUT),
+            *_OF_A_SLICE,
+            _BATCH_SIZE,
+            *_INPUTS,
+            _mode(_MODES[:3]),
+            _TIMEOUT,
             _option(
                 "--steps",
                 type=int,
@@ -286,7 +308,7 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
     "lint": (
         "find mistakes in a model's layouts; exit code 1 if there are any",
         (
-            *(_BUILD_OR_PAIR, *_HERE, *_STRATEGY),
+            *_OF_LAYOUTS,
             _option("--batch-size", type=int, help="global batch size"),
             _JSON,
         ),
@@ -294,7 +316,7 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
     "explain": (
         "show how each variable of a model is split, and why",
         (
-            *(_BUILD_OR_PAIR, *_HERE, *_STRATEGY),
+            *_OF_LAYOUTS,
             _option(
                 "--path", help="explain one variable, by the end of its path, with alternatives"
             ),
@@ -310,7 +332,8 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
                 metavar="BUILD",
                 help=f"{_OF_A_FUNCTION} model, or (model, strategy); without it, the mesh is drawn",
             ),
-            *(*_HERE, *_STRATEGY),
+            *_HERE,
+            *_STRATEGY,
             _option("--save", metavar="FILE", help="write the picture as .svg"),
             _JSON,
         ),
