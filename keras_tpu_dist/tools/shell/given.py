@@ -40,8 +40,7 @@ def build_function(name: str) -> Callable:
             fix="Write for example models:build or path/to/models.py:build.",
         )
     is_path = module.endswith(".py") or "/" in module or "\\" in module
-    _search_in(os.getcwd())
-    found = _module_of_file(module) if is_path else importlib.import_module(module)
+    found = _module_of_file(module) if is_path else _module_named(module)
     if not callable(getattr(found, attribute, None)):
         raise value_error(
             f"Module {module!r} has no function {attribute!r}.",
@@ -85,7 +84,7 @@ def _module_of_file(file: str) -> Any:
             fix="Check the path.",
         )
     path = path.resolve()
-    _search_in(path.parent)
+    _search_in(path.parent, os.getcwd())
     name = _free_name(path)
     spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
     assert spec is not None
@@ -97,14 +96,19 @@ def _module_of_file(file: str) -> Any:
     return found
 
 
-def _search_in(folder: str | os.PathLike[str]) -> None:
-    """Lets the user's code import what is in a folder, and nobody else import it by mistake.
+def _module_named(name: str) -> Any:
+    _search_in(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _search_in(*folders: str | os.PathLike[str]) -> None:
+    """Lets the user's code import what is in folders, and nobody else import it by mistake.
 
     Python puts the folder of a program first: with a `random.py` in it, Keras imports that one.
     """
-    path = os.path.realpath(folder)
-    if path not in sys.path:
-        sys.path.append(path)
+    for path in map(os.path.realpath, folders):
+        if path not in sys.path:
+            sys.path.append(path)
 
 
 def _free_name(path: Path) -> str:
