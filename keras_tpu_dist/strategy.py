@@ -1,5 +1,6 @@
 """TPUStrategy: the distribution that trains Keras models on a mesh of devices."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
@@ -11,7 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # registers its replacements in Keras
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import PositiveInt, Seconds, known_words
-from keras_tpu_dist.common.errors import runtime_error, type_error, value_error
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
@@ -274,16 +275,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return membership.Scope(self) if self._topology is None else membership.DescribedScope(self)
 
-    def __enter__(self):
-        raise type_error(
-            "A strategy is not a context manager; its scope is.",
-            received={"with": self},
-            fix="Write `with strategy.scope():`.",
-        )
-
-    def __exit__(self, *exception):
-        """Never reached: `__enter__` raises."""
-
     def get_variable_layout(self, variable: Any) -> NamedSharding:
         """The layout of a variable: the one it was given, or else the one that the rules choose.
 
@@ -497,7 +488,6 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             PeerError: If other processes run something else.
             RuntimeError: Inside another `run`.
             TypeError: If an argument has the wrong type.
-            NotImplementedError: If `fn` calls `merge_call`.
 
         Example:
 
@@ -915,8 +905,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             raise value_error(
                 "mesh has the axis sizes on another slice.",
                 received={"mesh": mesh, "topology": topology},
-                fix='Name the slice, as in topology="v5e:16x16", mesh={"data": 64, "model": 4}; or '
-                "leave mesh out.",
+                fix="Name the slice with topology, or leave mesh out.",
             )
         # Imported here: training needs no module that reads programs.
         from keras_tpu_dist.tools.dryrun.run import dry_run
@@ -1107,7 +1096,7 @@ def _check_no_word(mesh: Any) -> None:
         instead = tensorflow_names.of_argument("TPUStrategy", "tpu")
         if mesh in PLANS:
             instead = f"A plan is a layout: write TPUStrategy(layout={mesh!r})."
-        elif _is_slice(mesh):
+        elif re.match(r"(\d+\*)?v\d", mesh):  # the name of a slice
             instead = f"To use a slice without its chips, write TPUStrategy(topology={mesh!r})."
         elif mesh.isidentifier() and mesh not in ("local", "tpu"):
             instead = f"Write TPUStrategy({{{mesh!r}: -1}}) for an axis; for a TPU: {instead}"
@@ -1117,15 +1106,6 @@ def _check_no_word(mesh: Any) -> None:
             received={"mesh": mesh},
             fix=instead,
         )
-
-
-def _is_slice(name: str) -> bool:
-    """Whether a text is the name of a slice, or written like one."""
-    try:
-        Topology.parse(name)
-    except ValueError:
-        return ":" in name and "/" not in name
-    return True
 
 
 def _check_environment() -> None:

@@ -160,9 +160,6 @@ def output_spec(model: keras.Model, x: object) -> Any:
 def layer_names(model: keras.Model) -> set[str]:
     """Names of all layers of a model, at any depth, and of its optimizer.
 
-    Args:
-        model: A model that has an attribute `optimizer`, as `compile` sets it; it may be `None`.
-
     Public replacement: none; `model.layers` leaves out layers inside of custom layers.
     """
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
@@ -236,9 +233,6 @@ def _set_untracked(model: keras.Model, attributes: dict[str, Any]) -> None:
 
 def set_layout(variable: keras.Variable, layout: object) -> None:
     """Sets a variable's layout and leaves its value where it is.
-
-    Args:
-        layout: The layout for Keras to find, such as a `jax.sharding.NamedSharding`.
 
     Public replacement: none; see `attributes_restored`.
     """

@@ -35,10 +35,6 @@ ARRAYS: dict[str, tuple[str, ...]] = {"EarlyStopping": ("best_weights",)}
 def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The attributes that a Keras callback changes, as far as this Keras has them.
 
-    Args:
-        callback: Any callback; for callbacks that Keras does not define, none are known.
-        table: `CHANGING` or `ARRAYS`.
-
     Public replacement: none; `state_dict()` of callbacks.
     """
     kinds = [getattr(keras.callbacks, name, None) for name in table]

@@ -146,7 +146,6 @@ class PureCall:
         """Runs the function.
 
         Args:
-            inputs: Arrays as in `inputs`.
             values: Values of the variables in `read`, in that order; the others, or all, are read
                 as usual.
         """
@@ -299,10 +298,6 @@ def in_compiled_call() -> bool:
 
 def route_attention_layers(layer: Any, around: Callable[..., Any]) -> None:
     """Wraps the part of Keras's attention layers that computes from query, key and value.
-
-    Args:
-        layer: The layer, which is searched for attention layers, itself included.
-        around: See `route_calls`.
 
     Public replacement: a public method of these layers, or a layer of its own for that part.
     """

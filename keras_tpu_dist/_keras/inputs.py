@@ -186,11 +186,7 @@ def shuffling_epoch(data_adapter: Any) -> int | None:
 
 
 def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
-    """Makes an adapter shuffle as in a given epoch; call it before its first batch is read.
-
-    Args:
-        epoch: A result of `shuffling_epoch` for an adapter of the same input.
-    """
+    """Makes an adapter shuffle as in a given epoch; call it before its first batch is read."""
     _stock_adapter(data_adapter)._epoch = epoch
 
 
@@ -226,10 +222,6 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
     Keras counts `steps_per_execution` for every launch, even for a shorter one. For an input of
     unknown length, it notices the end by a launch without any batch, and there is none after the
     last launch of an epoch. Public replacement: none.
-
-    Args:
-        ran_out: Whether the launch was the last one of the epoch, shortened by the end of the
-            input.
     """
     seen: Any = epoch_iterator._steps_seen
     epoch_iterator._steps_seen = seen - steps

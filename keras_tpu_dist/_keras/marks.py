@@ -82,9 +82,6 @@ def copy_marks(source: Any, target: Any) -> None:
     """Copies the marks of a model's layers to the corresponding layers of another one.
 
     Public replacement: not needed if Keras's own clones kept marks.
-
-    Args:
-        target: A model with the same layers in the same places, of the same or other classes.
     """
     for one, other in zip(flatten_layers(source), flatten_layers(target), strict=True):
         for attribute, value in _marks_of(one).items():

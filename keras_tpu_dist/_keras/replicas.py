@@ -8,9 +8,6 @@ def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
     """Compiles HLO for CPU devices, one replica on each.
 
     Public replacement: none; `jax.export` reads StableHLO alone, which has no replicas.
-
-    Returns:
-        A loaded executable, for `run_replicas`.
     """
     import numpy as np
     from jax._src import compiler
@@ -50,9 +47,5 @@ def whole_text(compiled: Any) -> str:
 
 
 def run_replicas(executable: Any, arguments: Sequence[Any]) -> list[list[Any]]:
-    """Runs a program once.
-
-    Args:
-        executable: The result of `compiled_replicas`.
-    """
+    """Runs a program once."""
     return executable.execute_sharded(list(arguments)).disassemble_into_single_device_arrays()

@@ -156,10 +156,6 @@ def check_keras(replacements: Any = None) -> None:
 
     Args:
         replacements: An iterable of `Replacement`, or `None` for all that are declared.
-
-    Raises:
-        ImportError: If this Keras is of an unknown version and `KTD_ANY_KERAS` is not set, or it
-            lacks a name or a parameter.
     """
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     known = _FIRST_KERAS <= version < _FIRST_UNKNOWN_KERAS

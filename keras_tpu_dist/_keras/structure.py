@@ -21,9 +21,6 @@ from keras_tpu_dist._keras.seam import Replacement, declare
 def flatten_layers(model: Any) -> list:
     """A model and all layers in it, parents first, every one once.
 
-    Args:
-        model: The model, or a layer. Metrics within it do not count as layers.
-
     Public replacement: a recursive `Model.layers` that also enters layers.
     """
     found = {id(layer): layer for layer in model._flatten_layers(include_self=True)}
@@ -40,9 +37,6 @@ def sublayers(layer: Any) -> list:
 
 def own_variables(layer: Any) -> list:
     """The variables of a layer itself, without those of its sublayers.
-
-    Args:
-        layer: The layer, or a model; before it is built, some may not exist yet.
 
     Public replacement: none; `Layer.variables` includes those of inner layers.
     """
@@ -87,9 +81,6 @@ def call_takes(layer: Any, argument: str) -> bool:
 def stored_weight(layer: Any, name: str) -> Any:
     """A layer's weight as stored: the public `kernel` of a LoRA layer is a computed sum.
 
-    Args:
-        name: The weight's public name, such as `"kernel"`.
-
     Returns:
         The variable, or `None` if the layer has none of that name.
 
@@ -104,9 +95,6 @@ def stored_weight(layer: Any, name: str) -> Any:
 
 def declared_inputs(model: Any) -> Any:
     """The symbolic inputs of a model, in the structure that its call takes.
-
-    Args:
-        model: A functional model, or a Sequential one whose input is known.
 
     Returns:
         A `keras.KerasTensor` or a structure of them; a list with one tensor is returned as that
@@ -137,9 +125,6 @@ def producer(tensor: Any) -> Any:
 
 def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
     """A functional model's calls in order: `(node, operation, parent nodes)`; else `None`.
-
-    Args:
-        model: Any model or layer; a Sequential model counts as functional once it is built.
 
     Public replacement: none; `Functional.operations` gives no edges.
     """
@@ -252,12 +237,7 @@ def keras_mask(tensor: Any) -> Any:
 
 
 def with_keras_mask(tensor: Any, mask: Any) -> Any:
-    """A tensor with a mask on it, if there is one; public replacement: none.
-
-    Args:
-        tensor: An array or a `keras.KerasTensor`; it is changed and returned.
-        mask: The mask, or `None` to change nothing.
-    """
+    """A tensor with a mask on it, if there is one; public replacement: none."""
     if mask is not None:
         masking.set_keras_mask(tensor, mask)
     return tensor
@@ -293,9 +273,6 @@ def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
 
     Optimizers store slots as lists in the order of their trainable variables. Public replacement:
     none; `add_variable_from_reference` knows the pair and does not store it.
-
-    Args:
-        model: The model; if it has no optimizer that is built, there are none.
     """
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -323,9 +300,5 @@ def slots_of_optimizer(optimizer: Any) -> list[tuple[str, Any, Any]]:
 
 
 def weights_of(optimizer: Any) -> list:
-    """The weights that an optimizer was built for; public replacement: none.
-
-    Args:
-        optimizer: A Keras optimizer; before it is built it has none.
-    """
+    """The weights that an optimizer was built for; public replacement: none."""
     return getattr(optimizer, "_trainable_variables", None) or []

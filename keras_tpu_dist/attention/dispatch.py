@@ -39,9 +39,6 @@ def xla_attention(
     that are wider or narrower than the keys. If a row's mask hides every key, the row weighs all
     keys equally, as there and in Keras. The arguments are those of `dot_product_attention`; `bias`
     and `mask` have rank 4.
-
-    Returns:
-        `(batch, time, heads, value_width)` in the dtype of `query`.
     """
     batch, time, heads, width = query.shape
     source, kv_heads = key.shape[1:3]
@@ -223,8 +220,7 @@ def _check_shapes(query, key, value) -> None:
             "Query, key and value must agree in batch and width, key and value in length and "
             "heads, and the key heads must divide the query heads.",
             received=shapes,
-            fix="Give (batch, time, heads, width), (batch, source, kv_heads, width) and "
-            "(batch, source, kv_heads, value_width).",
+            fix="Give (batch, time, heads, width) and two of (batch, source, kv_heads, width).",
         )
 
 

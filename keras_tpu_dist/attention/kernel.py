@@ -96,11 +96,7 @@ def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
-    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind.
-
-    Args:
-        length: `time`, padded.
-    """
+    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind."""
     x = jnp.swapaxes(x, 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
@@ -148,12 +144,7 @@ def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
-    """Whether each row sees a key, `(batch, time)`.
-
-    Args:
-        valid: Which keys may be seen, `(batch, source)`.
-        is_causal: Whether query `i` sees only keys `0..i`.
-    """
+    """Whether each row sees a key, `(batch, time)`."""
     if not is_causal:
         return jnp.broadcast_to(jnp.any(valid, axis=1)[:, None], (valid.shape[0], time))
     so_far = jax.lax.cummax(valid.astype(jnp.int32), axis=1) > 0
@@ -244,13 +235,7 @@ def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
 
 
 def segment_ids(valid: jax.Array, query: jax.Array, columns: int) -> splash.SegmentIds:
-    """Segments that keep queries from keys that they may not see.
-
-    Args:
-        valid: Which keys may be seen, `(batch, source)`.
-        query: `(batch, heads, rows, width)`.
-        columns: Number of keys, padded.
-    """
+    """Segments that keep queries from keys that they may not see."""
     hidden = ((0, 0), (0, columns - valid.shape[1]))
     return splash.SegmentIds(
         q=jnp.ones((query.shape[0], query.shape[2]), jnp.int32),

@@ -73,11 +73,7 @@ class Pieces:
         return [(i, min(p, 2 * self.devices - 1 - p)) for i, p in pieces]
 
     def brought(self, x: jax.Array, axis: str) -> jax.Array:
-        """A device's queries in the order of its computation, from those that it holds.
-
-        Args:
-            x: `(batch, rows, ...)`, within a `shard_map`.
-        """
+        """A device's queries in the order of its computation, from those that it holds."""
         return self._moved(x, axis, [self._destinations(i) for i in (0, 1)])
 
     def returned(self, x: jax.Array, axis: str) -> jax.Array:
@@ -146,9 +142,6 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
     """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
     Their gradients are reduce-scattered.
-
-    Args:
-        local: `(query, key, value, mask)`, with all keys and values.
     """
 
     def attention(query, key, value, mask):
@@ -166,23 +159,14 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
 
 
 def all_of(x: jax.Array, axis: str) -> jax.Array:
-    """Gathers the parts of all devices of an axis, in the order of time.
-
-    Args:
-        x: `(batch, time, ...)`, within a `shard_map`.
-    """
+    """Gathers the parts of all devices of an axis, in the order of time."""
     return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 def causal_kernel(
     pieces: Pieces, source: int, heads: int, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """The kernel of a causal sequence, with what each device skips.
-
-    Args:
-        soft_cap: `cap * tanh(logits / cap)`, or `None`.
-        interpret: Run the kernel's program in plain JAX, on any platform, for tests.
-    """
+    """The kernel of a causal sequence, with what each device skips."""
     return splash.make_splash_mha(
         splash.MultiHeadMask([_Causal(pieces, source)] * heads),
         head_shards=1,

@@ -32,9 +32,6 @@ def on_shares(
     """Runs the flash kernel on each device's share.
 
     See `kernel.flash_attention` for the arrays, and `dispatch.dot_product_attention` for the axes.
-
-    Returns:
-        `(batch, time, heads, value_width)`.
     """
     context = jax.sharding.get_abstract_mesh()
     taken = set(context.manual_axes)  # strategy.run() has already split these

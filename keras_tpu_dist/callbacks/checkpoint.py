@@ -192,8 +192,7 @@ class Checkpoint(InFit):
                 "A directory holds the checkpoints of one run.",
                 received=f"resume=False and {self.directory!r}, which has checkpoints of steps "
                 f"{own.store.steps}.",
-                fix="Give this run its own directory, leave resume=False out to resume, or write "
-                "overwrite=True: old checkpoints are deleted once this run has saved.",
+                fix="Give this run its own directory, or write resume=True or overwrite=True.",
             )
         # All of a fit save the same run: the first that starts names it.
         own.run = self._all[0].run or new_run(FIX)
@@ -292,8 +291,7 @@ class Checkpoint(InFit):
             raise runtime_error(
                 "A Checkpoint works within fit.",
                 received="a call outside of fit.",
-                fix="Pass it as fit(callbacks=[...]). In a custom loop, use "
-                "keras_tpu_dist.LoopCheckpoint.",
+                fix="Pass it as fit(callbacks=[...]); in a custom loop, use ktd.LoopCheckpoint.",
             )
         return self.checkpoints
 

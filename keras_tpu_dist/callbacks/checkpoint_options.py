@@ -24,13 +24,7 @@ class SaveWhen:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """The arguments of `Checkpoint`; see there.
-
-    Attributes:
-        asynchronous: See `Checkpoint`.
-        resume: See `Checkpoint`.
-        overwrite: See `Checkpoint`.
-    """
+    """The arguments of `Checkpoint`; see there."""
 
     path: str
     when: SaveWhen

@@ -16,8 +16,6 @@ from keras_tpu_dist.callbacks.states import (
     give_back,
     give_back_history,
     history_of,
-    plain_attributes,
-    say_what_is_not_saved,
     standing_of,
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
@@ -36,7 +34,6 @@ from keras_tpu_dist.input.position import (
     shuffle_from,
 )
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf
 from keras_tpu_dist.processes.preemption import Preemption
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import is_local
@@ -70,11 +67,7 @@ class TrainingPlace:
     """The current position of training.
 
     Attributes:
-        epoch: The epoch, from 0.
-        done: How many batches of the epoch were trained.
         resumed_at: How many of them were trained before the fit started.
-        logs: The logs of the epoch, once it has ended.
-        history: The record of the epochs before.
         standing: The state after the last launch.
         end: The state after the last epoch, if a later run resumes from there.
     """
@@ -92,11 +85,7 @@ class TrainingPlace:
 
 @dataclass
 class Due:
-    """When the next checkpoint of a fit is due.
-
-    Attributes:
-        saved_at_s: When the last checkpoint was saved, or the fit started.
-    """
+    """When the next checkpoint of a fit is due."""
 
     when: SaveWhen
     steps: int = 0
@@ -122,7 +111,7 @@ class Due:
         if self.launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
             return False
         due = time.monotonic() - self.saved_at_s >= 60 * every_minutes
-        return agree("looking at the clock of process 0", FIX, due, bool)[0]
+        return agree("looking at the clock of process 0", FIX, due)[0]
 
     def after_epochs(self, epochs: int) -> bool:
         """Whether a checkpoint is due after this number of epochs."""
@@ -138,7 +127,6 @@ class Resumed:
         epoch: The epoch before which the fit starts.
         manifest: The loaded checkpoint; `None` if another callback loaded it.
         history_at_end: The record of a fit that had nothing left to do.
-        variables: The model's variables with the loaded values.
     """
 
     epoch: int
@@ -153,11 +141,7 @@ class FitCheckpoints:
     """The checkpoints of one fit in one directory.
 
     Attributes:
-        run: The name of the run, or `""` before it has one.
         resumed: The state that the fit resumes from, until its first epoch has started.
-
-    Raises:
-        NotImplementedError: If one of several processes trains on its own devices alone.
     """
 
     def __init__(self, options: CheckpointOptions, fit: Fit, preemption: Preemption):
@@ -183,8 +167,6 @@ class FitCheckpoints:
         self.has_ended = False
         # How the run was compiled: what callbacks change in it is state.
         self._compiled = compiled_of(fit.trainer.optimizer)
-        # Those of users' callbacks when the fit begins, until the first checkpoint.
-        self._plain_attributes: dict[int, dict[str, Any]] | None = plain_attributes(fit.callbacks)
         # Complete once the first launch has created the optimizer's variables.
         self._variables: list = []
 
@@ -204,16 +186,12 @@ class FitCheckpoints:
         return self.place.standing is not None or self.place.saved_step == self.place.step
 
     def found(self) -> bool:
-        """Whether there are checkpoints, the same ones for all processes.
-
-        Raises:
-            ValueError: If processes see different checkpoints.
-        """
+        """Whether there are checkpoints, the same ones for all processes."""
         directory = self.options.path
         # The first process may still be deleting checkpoints of the previous fit.
         agree(f"opening {directory}", FIX, None)
         steps = self.store.steps
-        of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
+        of_all = agree(f"looking for checkpoints in {directory}", FIX, steps)
         # Each process orders them by what it reads.
         if any(sorted(state) != sorted(of_all[0]) for state in of_all):
             raise value_error(
@@ -385,9 +363,6 @@ class FitCheckpoints:
         }
         if done and reached is not None:
             training["history_at_end"] = history_of(model.history)
-        if self._plain_attributes is not None:
-            say_what_is_not_saved(self.fit.callbacks, self._plain_attributes)
-            self._plain_attributes = None
         with standing_now.in_variables():
             arrays, manifest = snapshot(model, training, standing_now.arrays)
         if logged(lambda: self.store.save(place.step, arrays, manifest)):
@@ -439,7 +414,7 @@ class FitCheckpoints:
             "epoch": epoch,
             "done": done,
             "step": place.step,
-            "positions": agree(what, FIX, own, (None, DictOf(ANYTHING))),
+            "positions": agree(what, FIX, own),
             "stopped": standing.stopped,
             "callbacks": standing.states,
             "history": standing.history,
@@ -484,13 +459,7 @@ class FitCheckpoints:
 
 
 def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -> None:
-    """Raises a `ValueError` if stock Keras is asked for something that needs a strategy's loop.
-
-    Args:
-        control: The controls of the strategy's loop, `None` in stock Keras.
-        rule: The first words of the message, such as "Resuming within an epoch needs".
-        **asked: The options that need the loop, by name; `None` and 0 do not.
-    """
+    """Raises a `ValueError` if stock Keras is asked for something that needs a strategy's loop."""
     received = {name: value for name, value in asked.items() if value}
     if control is None and received:
         rule = f"{rule} the loop of a TPUStrategy."
@@ -503,11 +472,9 @@ def _check_processes(model: Any) -> None:
     if jax.process_count() > 1 and is_local(model):
         raise NotImplementedError(
             message(
-                "All processes write a checkpoint together: Orbax does not write arrays that are "
-                "on the devices of one of them alone.",
+                "All processes write a checkpoint together.",
                 received=f"a fit of model {model.name!r} on the devices of process "
                 f"{jax.process_index()}, one of {jax.process_count()}.",
-                fix="Build the strategy on all devices, save with keras.callbacks.ModelCheckpoint, "
-                "or train the model in a program of its own, without ktd.initialize().",
+                fix="Build the strategy on all devices, or use keras.callbacks.ModelCheckpoint.",
             )
         )

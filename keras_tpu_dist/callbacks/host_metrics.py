@@ -166,8 +166,7 @@ class HostMetrics(keras.callbacks.Callback):
         reads_all = type(callback).__name__ in _READERS
         if monitored in names or reads_all or not written.isdisjoint(names):
             raise value_error(
-                "Callbacks read the logs in the order of the list, so HostMetrics must come "
-                "before those that read its values.",
+                "HostMetrics must come before the callbacks that read its values.",
                 received=f"{type(callback).__name__} before HostMetrics({names}).",
                 fix="Write HostMetrics first in callbacks=[...].",
             )

@@ -25,7 +25,6 @@ def worth(
     """The value of an epoch by its logs; NaN is the worst value.
 
     Args:
-        mode: `"min"` or `"max"`.
         may_lack: Whether the name may be missing, as in an epoch without validation.
 
     Returns:

@@ -15,7 +15,6 @@ from keras_tpu_dist.common.phases import INPUT, OTHER, REPLAY, TRAIN, Timeline
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import DictOf
 from keras_tpu_dist.training.flops import count_tokens, model_flops
 from keras_tpu_dist.training.membership import is_local
 
@@ -28,7 +27,6 @@ class _Counts:
 
     Attributes:
         flops: Operations of the matrix products, by the model's formula.
-        seconds: The time that the steps took, with waiting for input.
         waited: How much of that devices waited for input.
     """
 
@@ -124,7 +122,7 @@ class Rates(InFit):
         rates = self._rates()
         if not is_local(self._trainer):
             what = f"rates of epoch {epoch}"
-            rates = agree(what, _FIX, rates, DictOf((int, float)), lambda each: each[0])
+            rates = agree(what, _FIX, rates, lambda of_all: of_all[0])
         logs.update(rates)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The states of callbacks, saved so that they continue to decide as they would have."""
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.names import numbered
-from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -49,9 +47,6 @@ def give_back(
 ) -> None:
     """Restores the states of callbacks: for every class, the first gets the first's state, and so
     on.
-
-    Args:
-        states: The result of `states_of` for the callbacks of the fit that ended.
     """
     here = numbered([type(callback).__name__ for callback in _that_know(callbacks)])
     there = numbered([state["class"] for state in states])
@@ -134,43 +129,6 @@ def give_back_history(history: Any, record: dict[str, Any]) -> None:
         history.history[name] = [*values, *history.history.get(name, ())]
 
 
-def plain_attributes(callbacks: Sequence[Any]) -> dict[int, dict[str, Any]]:
-    """The plain attributes of users' callbacks without `state_dict`, by the callback's place."""
-    of_all = vars(keras.callbacks.Callback())
-    return {
-        i: {
-            name: copy.copy(value)
-            for name, value in vars(callback).items()
-            if name not in of_all and isinstance(value, (int, float, str, list, dict, set))
-        }
-        for i, callback in enumerate(callbacks)
-        if not hasattr(callback, "state_dict")
-        and type(callback).__module__.partition(".")[0] not in ("keras", "keras_tpu_dist")
-    }
-
-
-def say_what_is_not_saved(callbacks: Sequence[Any], before: Mapping[int, dict[str, Any]]) -> None:
-    """Logs once which attributes of users' callbacks changed, and are in no checkpoint."""
-    for i, now in plain_attributes(callbacks).items():
-        then = before.get(i, {})
-        changed = [n for n, v in now.items() if n not in then or not _equal(then[n], v)]
-        if changed:
-            log_once(
-                f"{type(callbacks[i]).__name__} has changed {', '.join(changed[:3])} since the fit "
-                "began, which a checkpoint does not hold: a run that resumes begins with the "
-                "values of a new callback. To save them, give it state_dict() and "
-                "load_state_dict(state)",
-                logging.WARNING,
-            )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except ValueError:  # lists of arrays
-        return False
-
-
 def _that_know(callbacks: Sequence[Any]) -> list:
     return [
         callback
@@ -193,10 +151,6 @@ class Standing:
     Validation and the end of an epoch change metrics, history and callbacks' states; callbacks may
     change weights. If a run is stopped there, the state after its last launch is saved, and a later
     run repeats the end of the epoch.
-
-    Attributes:
-        states: The states of callbacks. See `states_of`.
-        history: The record of the epochs that have ended.
     """
 
     states: list[dict[str, Any]]
@@ -230,7 +184,6 @@ def standing_of(
     """The current state of training.
 
     Args:
-        history: The record of the epochs that have ended, if already known.
         variables: Variables of the training state, if callbacks may change them before they are
             saved.
     """

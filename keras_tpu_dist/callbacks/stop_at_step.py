@@ -82,11 +82,9 @@ class StopAtStep(InFit):
         self._fit = fit_in_training(self._trainer)
         if self._fit is None and self._trainer.steps_per_execution != 1:
             raise value_error(
-                "Stock Keras cannot shorten a launch of several steps; under a TPUStrategy "
-                "StopAtStep can.",
+                "Stock Keras cannot shorten a launch of several steps.",
                 received={"steps_per_execution": self._trainer.steps_per_execution},
-                fix="Build the model in TPUStrategy().scope(), or compile it with "
-                "steps_per_execution=1.",
+                fix="Build the model in TPUStrategy().scope(), or write steps_per_execution=1.",
             )
 
     def on_epoch_begin(self, epoch, logs=None):

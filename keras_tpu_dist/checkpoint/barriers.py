@@ -18,7 +18,6 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import check_form
 
 # The number of Orbax's barriers per checkpoint, and their timeout.
 _STAGES, _LONGEST_S = 2, 1200
@@ -35,7 +34,6 @@ class Barriers:
     """The barriers of one directory of checkpoints.
 
     Args:
-        client: JAX's client of the coordination service.
         name: A name that is the same in all processes and different for every `Store` of a run.
     """
 
@@ -51,10 +49,6 @@ class Barriers:
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all processes; Orbax calls it.
-
-        Args:
-            key: Orbax's name for the barrier; not used, because a failed process does not know it.
-            timeout_ms: The longest time to wait, in milliseconds.
 
         Raises:
             OSError: If one of them has failed.
@@ -95,9 +89,6 @@ def barriers_of(directory: str) -> Barriers | None:
 def first_reason(reasons: list[str | None]) -> str | None:
     """The reason of the first failed process, with its number; `None` if none failed.
 
-    Args:
-        reasons: The reason of every process, `None` if it did not fail.
-
     Example:
 
     >>> first_reason([None, "OSError: no space"])
@@ -137,8 +128,7 @@ def in_all(
         own = [_FAILED, f"{type(error).__name__}: {error}"[:_MOST_LETTERS]]
         if isinstance(error, CheckpointError):
             own = [_UNREADABLE, str(error)]
-    outcome, reason = agree(what, FIX, own, [str, str], reduce=_outcome)
-    check_form([outcome, reason], [str, str], where=what)
+    outcome, reason = agree(what, FIX, own, reduce=_outcome)
     if outcome == _DONE:
         return result  # type: ignore[return-value]
     if error is not None and own[0] == outcome:
@@ -150,14 +140,8 @@ def in_all(
     raise value_error(rule, received=f"{reason} ({what}).", fix=fix) from error
 
 
-def from_first(what: str, read: Callable[[], _Read], form: Any, *, alone: bool = False) -> _Read:
+def from_first(what: str, read: Callable[[], _Read], *, alone: bool = False) -> _Read:
     """What process 0 reads, for all: a process that looks a moment later may see something else.
-
-    Args:
-        what: See `in_all`.
-        read: A function that returns plain data.
-        form: The form of the data. See `processes.encoding.decoded`.
-        alone: See `in_all`.
 
     Raises:
         CheckpointError: In all processes, if process 0 raised it.
@@ -166,9 +150,7 @@ def from_first(what: str, read: Callable[[], _Read], form: Any, *, alone: bool =
     if alone or jax.process_count() == 1:
         return read()
     found = in_all(what, lambda: read() if jax.process_index() == 0 else None)
-    of_all = agree(what, FIX, found, (None, form), reduce=lambda of_all: of_all[0])
-    check_form(of_all, form, where=what)
-    return of_all
+    return agree(what, FIX, found, reduce=lambda of_all: of_all[0])
 
 
 def _outcome(outcomes: list[list[str]]) -> list[str]:

@@ -26,11 +26,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def load_values(layer: Any, values: Mapping[str, Any], where: str, models: Sequence[Any]) -> None:
-    """Lets a layer load all of its state from a file of Keras.
-
-    Args:
-        models: The models whose programs may have what it keeps.
-    """
+    """Lets a layer load all of its state from a file of Keras."""
     with taking(layer, where) as changed:
         layer.load_own_variables(dict(values))
     if changed:
@@ -88,13 +84,8 @@ def load_beside(
     """Lets layers load their state, after their variables.
 
     Args:
-        load: Reads arrays of it. See `Store.load`.
         loaded: The variables that were loaded; layers of which none was are left alone.
-        rename: See `restore`.
         among: For each model, its number among those that a loop saved; none if it is all of them.
-
-    Raises:
-        CheckpointError: If an array cannot be read.
     """
     ids = {id(variable) for variable in loaded}
     here = [

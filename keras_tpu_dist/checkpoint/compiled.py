@@ -48,12 +48,11 @@ def has_trained(optimizer: Any) -> bool:
     return optimizer is not None and _keras.train_steps_counted(optimizer) > 0
 
 
-def is_saved(data: Any) -> bool:
-    """Whether plain data, from any source, is a result of `CompiledOptimizer.to_dict`."""
-    if not isinstance(data, Mapping) or set(data) != {"rate", "accumulation"}:
-        return False
-    rate, steps = data["rate"], data["accumulation"]
-    return (rate is None or type(rate) is float) and type(steps) is int and 1 <= steps < 2**31
+# The form of `CompiledOptimizer.to_dict`, from any source.
+COMPILED = {
+    "rate": (None, float),
+    "accumulation": lambda steps: type(steps) is int and 1 <= steps < 2**31,
+}
 
 
 def one_family(one: str | None, other: str | None) -> bool:

@@ -26,7 +26,6 @@ class CheckpointRow:
         epoch: The epoch in which training resumes, from 1.
         bytes: The bytes of the weights and the optimizer's state.
         written: The time, program versions and mesh of its writing.
-        problem: Why it cannot be read, or `""`.
     """
 
     step: int
@@ -40,11 +39,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True, repr=False)
 class Contents(Printed):
-    """The contents of a directory of checkpoints.
-
-    Attributes:
-        rows: One row per checkpoint, the newest last.
-    """
+    """The contents of a directory of checkpoints."""
 
     directory: str
     rows: tuple[CheckpointRow, ...]
@@ -61,11 +56,7 @@ class Contents(Printed):
 
 
 def contents(directory: str | os.PathLike) -> Contents:
-    """Lists the contents of a directory of checkpoints, without reading values.
-
-    Raises:
-        CheckpointError: If it does not exist.
-    """
+    """Lists the contents of a directory of checkpoints, without reading values."""
     reader = CheckpointReader(directory)
     return Contents(reader.directory, tuple(_row(reader, step) for step in reader.steps))
 

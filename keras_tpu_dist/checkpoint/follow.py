@@ -65,13 +65,10 @@ def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
                 ended = has_ended(folder(directory) / str(step))
         late = timeout_s is not None and time.monotonic() - since_s > timeout_s
         newest, ended, late = agree(
-            "looking for new checkpoints",
-            _FIX,
-            [[at_s, step], ended, late],
-            [[float, int], bool, bool],
+            "looking for new checkpoints", _FIX, [[at_s, step], ended, late]
         )[0]
         if newest > last:
-            yield newest[1]
+            yield int(newest[1])
             last, since_s = newest, time.monotonic()
         elif ended or late:
             return

@@ -43,12 +43,8 @@ class Known:
     """The facts that decide whether a checkpoint is kept.
 
     Attributes:
-        finite: Whether all numbers of its weights are finite.
-        metrics: Metrics to choose the best checkpoint by.
         at_s: The time of its writing, in seconds since 1970; that of its manifest's file if it
             cannot be read.
-        run: The id of its run; `None` if it cannot be read.
-        problem: Why it cannot be read, or `""`.
     """
 
     whole: bool

@@ -67,13 +67,6 @@ def load_file(
 
     Keras's files identify variables by the model's structure and not by their names, so there is
     nothing to rename.
-
-    Args:
-        exclude: See `restore`; the patterns are for the model's paths.
-        alone: Whether this process reads without the others, if there are several.
-
-    Raises:
-        CheckpointError: In all processes, if one cannot read it.
     """
     name = os.fspath(path)
     with contextlib.ExitStack() as stack:
@@ -165,8 +158,7 @@ def _chosen(
                 ]
             )
             + ".",
-            fix="Pass exclude=[...] to leave weights unchanged, or strict=False to load only "
-            "matching weights.",
+            fix="Pass exclude=[...], or strict=False to load only matching weights.",
         )
     whole = not (missing or reshaped or kept)
     optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
@@ -254,10 +246,6 @@ class KerasDirectory(CheckpointReader):
 
     Keras saves arrays by the paths of variables, without checksums, so damaged values are not
     detected.
-
-    Args:
-        directory: The callback's directory, or one of the checkpoints in it.
-        alone: See `CheckpointReader`.
     """
 
     @property
@@ -285,7 +273,10 @@ class KerasDirectory(CheckpointReader):
         arrays |= _slots_apart(arrays)
         optimizer = next((saved.entry.path for saved in arrays[OPTIMIZER]), "")
         return Manifest(
-            {kind: tuple(in_order_of_numbers(rows, _path_of)) for kind, rows in arrays.items()},
+            {
+                kind: tuple(in_order_of_numbers(rows, lambda saved: saved.entry.path))
+                for kind, rows in arrays.items()
+            },
             written={"optimizer": optimizer.partition("/")[0]},
         )
 
@@ -331,7 +322,3 @@ def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
 
 def _after(weight: str, slot: str) -> str:
     return slot.rpartition("/")[2].removeprefix(weight.replace("/", "_") + "_")
-
-
-def _path_of(saved: Saved) -> str:
-    return saved.entry.path

@@ -16,12 +16,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.beside import load_beside
-from keras_tpu_dist.checkpoint.compiled import (
-    compiled_of,
-    follow_compiled,
-    has_trained,
-    is_saved,
-)
+from keras_tpu_dist.checkpoint.compiled import COMPILED, compiled_of, follow_compiled, has_trained
 from keras_tpu_dist.checkpoint.keeping import Keep
 from keras_tpu_dist.checkpoint.manifest import Manifest, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
@@ -44,9 +39,9 @@ from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
 from keras_tpu_dist.common.checks import PositiveInt, checked_path, known_words, require, whole
 from keras_tpu_dist.common.errors import message, value_error
-from keras_tpu_dist.input.position import is_position, own_position
+from keras_tpu_dist.common.forms import DictOf, ListOf, fits
+from keras_tpu_dist.input.position import POSITION, own_position
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING
 from keras_tpu_dist.processes.preemption import Preemption
 from keras_tpu_dist.training import membership
 
@@ -187,12 +182,11 @@ class LoopCheckpoint:
             raise value_error(
                 "Only numbers and texts can be saved besides the objects.",
                 received=wrong,
-                fix="Write for example save(step, epoch=3); for arrays, pass a keras.Variable "
-                "to LoopCheckpoint.",
+                fix="For arrays, pass a keras.Variable to LoopCheckpoint.",
             )
         self._run = self._run or new_run(_FIX)
         positions = self._parts.positions()
-        positions_of_all = agree(f"LoopCheckpoint.save of step {step}", _FIX, positions, ANYTHING)
+        positions_of_all = agree(f"LoopCheckpoint.save of step {step}", _FIX, positions)
         training = {
             "step": int(step),
             "loop": dict(numbers),
@@ -461,7 +455,7 @@ class _Parts:
 
     def follow_compiled(self, trained: list[bool], saved: Any) -> None:
         """Lets optimizers be as they were compiled; see the function of that name."""
-        known = isinstance(saved, list) and len(saved) == len(trained) and all(map(is_saved, saved))
+        known = fits(saved, [COMPILED] * len(trained))
         runs: list[Any] = saved if known else [None] * len(trained)
         for i, optimizer in enumerate(self.optimizers):
             follow_compiled(optimizer, self.compiled[i], trained[i], runs[i])
@@ -510,13 +504,8 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
     """The numbers and positions of `save`, checked: anybody may have written the file."""
     training = manifest.training
     numbers, positions = training.get("loop"), training.get("loop_positions")
-    plain = isinstance(numbers, dict) and all(isinstance(v, _Plain) for v in numbers.values())
-    placed = isinstance(positions, list) and all(
-        isinstance(own, list) and all(position is None or is_position(position) for position in own)
-        for own in positions
-    )
-    if isinstance(numbers, dict) and isinstance(positions, list) and plain and placed:
-        return numbers, positions
+    if fits(numbers, DictOf(_Plain)) and fits(positions, ListOf(ListOf((None, POSITION)))):
+        return numbers, positions  # type: ignore[return-value]
     raise checkpoint_error(
         f"Checkpoint {step} of {directory!r} has no position of a loop.",
         received=f"a manifest with {sorted(training)}.",

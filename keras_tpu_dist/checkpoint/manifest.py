@@ -5,16 +5,17 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from keras_tpu_dist.checkpoint.compiled import is_saved
+from keras_tpu_dist.checkpoint.compiled import COMPILED
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.input.position import is_position
+from keras_tpu_dist.common.forms import DictOf, ListOf, Maybe, fits
+from keras_tpu_dist.input.position import POSITION
 
 # Version 2 packs small arrays into one: programs that know version 1 refuse it by its number.
 VERSION = 2
@@ -87,8 +88,6 @@ class Manifest:
     Attributes:
         arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"beside"`
             (what layers keep beside their variables), `"extra"`.
-        training: The state of training: epoch, batches, history, callbacks, random numbers.
-        written: The versions and the mesh of the program that wrote it.
         automatic: The names in paths that Keras gave; `None` if a callback of Keras saved. See
             `keras_tpu_dist.checkpoint.names.automatic_names`.
     """
@@ -124,11 +123,7 @@ class Manifest:
         return datetime.datetime.fromisoformat(self.written["at"]).timestamp()
 
     def objects(self, kind: str) -> list[tuple[str, int]]:
-        """The names of the objects of a loop and the numbers of their arrays, in their order.
-
-        Returns:
-            A list; empty if unknown.
-        """
+        """The names of the objects of a loop and the numbers of their arrays, in their order."""
         return [(name, count) for name, count in self.training.get("objects", {}).get(kind, ())]
 
 
@@ -148,7 +143,7 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
     try:
         _check_version(data, where)
         _check(data)
-    except (_InvalidError, RecursionError, OverflowError) as error:
+    except (ValueError, RecursionError, OverflowError) as error:
         raise checkpoint_error(
             f"{where} is damaged: its manifest is invalid.",
             received=f"{error}.",
@@ -167,7 +162,8 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
 
 def _check_version(data: Mapping, where: str) -> None:
     version = data.get("version", 0)
-    _expect(_is_count(version), "version", version)
+    if not _is_count(version):
+        raise ValueError(f"version={version!r:.80}")
     if version > VERSION:
         written = data.get("written")
         by = written.get("keras_tpu_dist") if isinstance(written, Mapping) else None
@@ -198,17 +194,8 @@ def _saved(row: Mapping[str, Any]) -> Saved:
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]), packed)
 
 
-class _InvalidError(ValueError):
-    """A manifest has an invalid value."""
-
-
-def _expect(right: bool, what: str, value: Any) -> None:
-    if not right:
-        raise _InvalidError(f"{what}={value!r:.80}")
-
-
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return type(value) is int and 0 <= value <= _MOST
 
 
 def check_name(path: str) -> None:
@@ -225,25 +212,6 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST_NAME
 
 
-def _check(data: Mapping) -> None:
-    """Checks everything that is used later: a stranger may have written the file."""
-    for name in ("arrays", "training", "written"):
-        _expect(isinstance(data.get(name), dict), name, data.get(name))
-    for kind, rows in data["arrays"].items():
-        _expect(isinstance(rows, list), f"arrays.{kind}", rows)
-        for row in rows:
-            _check_row(row)
-    automatic = data.get("automatic")
-    _expect(isinstance(automatic, list) and all(map(_is_name, automatic)), "automatic", automatic)
-    written = data["written"]
-    mesh = written.get("mesh", {})
-    _expect(isinstance(mesh, dict) and all(map(_is_count, mesh.values())), "written.mesh", mesh)
-    _expect(_is_count(written.get("processes", 1)), "written.processes", written.get("processes"))
-    _expect(_is_time(written.get("at")), "written.at", written.get("at"))
-    _check_training(data["training"])
-    _check_objects(data["training"].get("objects", {}), data["arrays"])
-
-
 def _is_time(text: Any) -> bool:
     try:
         datetime.datetime.fromisoformat(text).timestamp()
@@ -252,36 +220,13 @@ def _is_time(text: Any) -> bool:
     return True
 
 
-def _check_objects(objects: Any, arrays: Mapping) -> None:
-    _expect(isinstance(objects, dict), "training.objects", objects)
-    for kind, named in objects.items():
-        where = f"training.objects.{kind}"
-        _expect(isinstance(named, list), where, named)
-        for item in named:
-            pair = isinstance(item, list) and len(item) == 2
-            _expect(pair and _is_name(item[0]) and _is_count(item[1]), where, item)
-        _expect(sum(count for _, count in named) == len(arrays.get(kind, ())), where, named)
+def _is_shape(value: Any) -> bool:
+    sized = fits(value, ListOf(_is_count)) and len(value) <= _MOST_DIMENSIONS
+    return sized and math.prod(value) <= _MOST
 
 
-def _check_row(row: Any) -> None:
-    _expect(isinstance(row, dict), "arrays", row)
-    for name in ("path", "dtype", "slot", "key"):
-        _expect(_is_name(row.get(name)), name, row.get(name))
-    for name in ("nth", "fingerprint"):
-        _expect(_is_count(row.get(name)), name, row.get(name))
-    shape, axes = row.get("shape"), row.get("axes")
-    sized = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
-    _expect(sized and all(map(_is_count, shape)), "shape", shape)
-    _expect(math.prod(shape or ()) <= _MOST, "shape", shape)
-    _expect(isinstance(axes, list), "axes", axes)
-    packed = row.get("packed")
-    pair = isinstance(packed, list) and len(packed) == 2 and all(map(_is_count, packed))
-    _expect(packed is None or pair, "packed", packed)
-    _expect(_is_dtype_of_numbers(row["dtype"]), "dtype", row["dtype"])
-
-
-def _is_dtype_of_numbers(name: str) -> bool:
-    if not _DTYPE.fullmatch(name):
+def _is_dtype_of_numbers(name: Any) -> bool:
+    if not (isinstance(name, str) and _DTYPE.fullmatch(name)):
         return False
     try:
         # NumPy knows bfloat16 and the like once JAX is imported; their kind there is "V".
@@ -290,44 +235,48 @@ def _is_dtype_of_numbers(name: str) -> bool:
         return False
 
 
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "done", "step"), _is_count),
-    "stopped": lambda value: isinstance(value, bool),
-    "run": _is_name,
-    "compiled": is_saved,
-    "reached": lambda value: value is None or _is_count(value),
-    "global_seed": lambda value: (
-        value is None
-        or (isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)))
-    ),
+_ROW = {
+    **dict.fromkeys(("path", "slot", "key"), _is_name),
+    **dict.fromkeys(("nth", "fingerprint"), _is_count),
+    "shape": _is_shape,
+    "dtype": _is_dtype_of_numbers,
+    "axes": list,
+    "packed": Maybe((None, [_is_count, _is_count])),
+}
+_HISTORY = Maybe({"epoch": ListOf(_is_count), "logs": DictOf(list)})
+# Of everything that is used later: a stranger may have written the file. A `LoopCheckpoint` writes
+# fewer entries of "training".
+_FORM = {
+    "arrays": DictOf(ListOf(_ROW)),
+    "automatic": ListOf(_is_name),
+    "written": {
+        "at": _is_time,
+        "mesh": Maybe(DictOf(_is_count)),
+        "processes": Maybe(_is_count),
+    },
+    "training": {
+        "run": _is_name,
+        **dict.fromkeys(("epoch", "done", "step"), Maybe(_is_count)),
+        "stopped": Maybe(bool),
+        "compiled": Maybe(COMPILED),
+        "reached": Maybe((None, _is_count)),
+        "global_seed": Maybe((None, [_is_count, _is_count])),
+        "callbacks": Maybe(ListOf({"class": _is_name, "attributes": Maybe(dict)})),
+        "positions": Maybe(lambda found: found != [] and fits(found, ListOf((None, POSITION)))),
+        "history": _HISTORY,
+        "history_at_end": _HISTORY,
+        "objects": Maybe(DictOf(ListOf([_is_name, _is_count]))),
+    },
 }
 
 
-def _check_training(training: Mapping) -> None:
-    """Checks the entries that exist: a `LoopCheckpoint` writes fewer of them."""
-    for name, right in _KINDS.items():
-        if name in training or name == "run":
-            _expect(right(training.get(name)), f"training.{name}", training.get(name))
-    for state in _listed(training, "callbacks"):
-        _expect(isinstance(state, dict) and _is_name(state.get("class")), "callbacks", state)
-        attributes = state.get("attributes", {})
-        _expect(isinstance(attributes, dict), "callbacks.attributes", attributes)
-    _expect(training.get("positions") != [], "training.positions", [])
-    for position in _listed(training, "positions"):
-        _expect(position is None or is_position(position), "training.positions", position)
-    for name in ("history", "history_at_end"):
-        history = training.get(name, {"epoch": [], "logs": {}})
-        _expect(isinstance(history, dict), "training.history", history)
-        epochs, logs = history.get("epoch"), history.get("logs")
-        _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)
-        lists = isinstance(logs, dict) and all(isinstance(values, list) for values in logs.values())
-        _expect(lists, "history.logs", logs)
-
-
-def _listed(training: Mapping, name: str) -> Iterator[Any]:
-    found = training.get(name, [])
-    _expect(isinstance(found, list), f"training.{name}", found)
-    yield from found
+def _check(data: Mapping) -> None:
+    for name, form in _FORM.items():
+        if not fits(data.get(name), form):
+            raise ValueError(f"{name}={data.get(name)!r:.80}")
+    for kind, named in data["training"].get("objects", {}).items():
+        if sum(count for _, count in named) != len(data["arrays"].get(kind, ())):
+            raise ValueError(f"objects={named!r:.80}")
 
 
 def _crc32(content: Mapping) -> int:

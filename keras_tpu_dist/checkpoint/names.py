@@ -43,8 +43,6 @@ class Matching:
 
     Attributes:
         pairs: A dict from the index of a variable to the index of its saved array.
-        missing: Paths of variables without a saved array.
-        unexpected: Saved paths without a variable.
         reshaped: Pairs with the same name and different shapes, or with integers on one side only,
             such as a quantized kernel; as text.
         renamed: A dict from the saved path to the model's, if only Keras's numbers differ.
@@ -63,12 +61,7 @@ class Matching:
         return not (self.missing or self.unexpected or self.reshaped)
 
     def moved(self, start: int, start_there: int) -> "Matching":
-        """The same for arrays that are a part of more.
-
-        Args:
-            start: The index of the first variable among all.
-            start_there: The index of the first saved array among all.
-        """
+        """The same for arrays that are a part of more."""
         pairs = {start + i: start_there + j for i, j in self.pairs.items()}
         return replace(self, pairs=pairs)
 
@@ -87,11 +80,7 @@ class Matching:
 
 
 def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
-    """The variables of a model's training state with their entries, by kind.
-
-    Args:
-        model: A model; parts that are not built have no variables.
-    """
+    """The variables of a model's training state with their entries, by kind."""
     trainable, non_trainable, optimizer, metrics = _keras.state_groups(model)
     slots = {id(slot): (name, weight) for name, slot, weight in _keras.optimizer_slots(model)}
     # In the model's order: in the state's, frozen weights come last, and `nth` would change with
@@ -236,9 +225,6 @@ def automatic_names(objects: Iterable[Any]) -> frozenset[str]:
     """The names that Keras gave to objects without one, and to what is in them.
 
     Keras makes them of the class: `dense_3` for a `Dense`. So `task_3` of a `Dense` is the user's.
-
-    Args:
-        objects: Models, layers, optimizers, metrics, and other objects with a name.
 
     Example:
 

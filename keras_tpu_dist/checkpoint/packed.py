@@ -19,11 +19,7 @@ MOST_BYTES = 2**26
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, tuple]]:
-    """The arrays to store in place of small ones, and the place of each, by key.
-
-    Args:
-        arrays: Small arrays of the host, by key; those beyond `MOST_BYTES` stay as they are.
-    """
+    """The arrays to store in place of small ones, and the place of each, by key."""
     starts, size = {}, 0
     for key, array in arrays.items():
         if array.size and size + array.nbytes <= MOST_BYTES:

@@ -34,7 +34,6 @@ from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.processes.arrays import put
-from keras_tpu_dist.processes.encoding import ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -54,10 +53,6 @@ class CheckpointReader:
 
     Args:
         alone: Whether this process reads without the others, if there are several.
-
-    Raises:
-        ImportError: If Orbax is not installed.
-        CheckpointError: If the directory cannot be used.
     """
 
     def __init__(self, directory: str | os.PathLike, *, alone: bool = False):
@@ -133,7 +128,6 @@ class CheckpointReader:
         Args:
             load: A function that loads the checkpoint of a step, or raises a `CheckpointError` in
                 all processes.
-            step: The only step to use, of any run; `None` for the newest.
 
         Returns:
             The result of `load`; `None` if there is no checkpoint.
@@ -154,17 +148,13 @@ class CheckpointReader:
         return None
 
     def agreed_steps(self, step: int | None = None) -> list[int]:
-        """The steps of the newest run, the newest last; for all processes what process 0 sees.
-
-        Raises:
-            CheckpointError: In all processes, if the directory cannot be read, or lacks `step`.
-        """
+        """The steps of the newest run, the newest last; for all processes what process 0 sees."""
         what = f"looking for checkpoints in {self.directory}"
 
         def read() -> list[int]:
             return self.steps_of_run if step is None else self.steps
 
-        steps = from_first(what, read, ListOf(int), alone=self.alone)
+        steps = list(map(int, from_first(what, read, alone=self.alone)))
         if step is None or step in steps:
             return steps if step is None else [step]
         raise checkpoint_error(
@@ -174,11 +164,7 @@ class CheckpointReader:
         )
 
     def agreed_manifest(self, step: int) -> Manifest:
-        """The manifest of a step's checkpoint, the same in all processes.
-
-        Raises:
-            CheckpointError: In all processes, if one cannot read it.
-        """
+        """The manifest of a step's checkpoint, the same in all processes."""
         return in_all(
             f"reading the manifest of checkpoint {step} of {self.directory}",
             lambda: self.manifest(step),
@@ -187,11 +173,7 @@ class CheckpointReader:
         )
 
     def manifest(self, step: int, name: str = "") -> Manifest:
-        """The manifest of a step's checkpoint.
-
-        Raises:
-            CheckpointError: If it cannot be read.
-        """
+        """The manifest of a step's checkpoint."""
         where, name = f"Checkpoint {step} of {self.directory!r}", name or str(step)
         with checkpoint_errors(self.directory, "read", step):
             check_files(self.directory, name)
@@ -283,9 +265,6 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
     """A context in which any failure becomes a `CheckpointError` that names the checkpoint.
 
     Orbax and TensorStore raise a dozen kinds of errors for a full disk or a damaged file.
-
-    Args:
-        what: The action, for the error: `"read"`, `"written"`, `"opened"`.
     """
     try:
         yield
@@ -370,11 +349,7 @@ def _request(
 
 
 def reason_of(error: BaseException) -> str:
-    """The class of an error and its text, in one line that is not too long.
-
-    Args:
-        error: The error; of a group, its first one counts.
-    """
+    """The class of an error and its text, in one line that is not too long."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     words = " ".join(str(error).split())

@@ -138,9 +138,6 @@ def load_newest(
 
     Args:
         needs: The entries that the manifest's `training` must have.
-
-    Raises:
-        CheckpointError: If none can be read.
     """
     _check_built(model)
 

@@ -93,13 +93,8 @@ def assign_in_groups(
     """Reads groups, one after the other, and assigns them.
 
     Args:
-        groups: Lists of variables, with what they are called where they were saved.
-        read: A function that reads the values of a group.
         trained: Whether the state here is more than initial values. Then all groups are read once
             before one is assigned, so that a checkpoint that cannot be read changes nothing.
-
-    Raises:
-        CheckpointError: If one cannot be read.
     """
     done, number = 0, sum(map(len, groups))
     checked = groups if trained and len(groups) > 1 else []

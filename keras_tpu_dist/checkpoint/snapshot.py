@@ -33,17 +33,12 @@ def snapshot(
     """The arrays of a model's training state on the devices, and their manifest.
 
     Args:
-        training: The state of training; plain data.
         state_of: A function from the model to its variables with their entries, by kind.
-        objects: The objects whose variables these are, if not the model's alone.
 
     Returns:
         The arrays by key, and a function that returns the manifest. The function waits for the
         devices, which compute the fingerprints. It describes the state at the time of this call,
         even if training continues.
-
-    Raises:
-        CheckpointError: If a path is too long to be read back.
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]

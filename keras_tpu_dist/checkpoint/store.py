@@ -58,14 +58,9 @@ class Store(CheckpointReader):
     """The checkpoints of a directory, to read and write.
 
     Args:
-        directory: The directory; it is created if missing.
         overwrites: Whether checkpoints of another run are deleted, and not set aside, once this run
             has a complete one.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
-
-    Raises:
-        ImportError: If Orbax is not installed.
-        CheckpointError: If the directory cannot be used.
     """
 
     def __init__(
@@ -135,7 +130,6 @@ class Store(CheckpointReader):
         Args:
             step: Its number; an older checkpoint with this number is deleted when this one is
                 complete.
-            manifest: A function that returns their description; called in the background.
 
         Raises:
             CheckpointError: If it could not be written; if one process fails, all raise it.
@@ -220,7 +214,7 @@ class Store(CheckpointReader):
         if self._barriers is not None:
             what = f"writing checkpoint {step} of {self.directory}"
             own_reason = None if own is None else reason_of(own)
-            reason = agree(what, _FIX, own_reason, (None, str), reduce=first_reason)
+            reason = agree(what, _FIX, own_reason, reduce=first_reason)
         if own is not None:
             self._failed = None
             with checkpoint_errors(self.directory, "written", step):
@@ -264,11 +258,7 @@ class Store(CheckpointReader):
             set_aside(self._root / str(step), step, known[step].run)
 
     def set_later_aside(self, step: int) -> None:
-        """Sets aside what is newer than a checkpoint: the run returns to it.
-
-        Raises:
-            CheckpointError: If it cannot be done, in all processes.
-        """
+        """Sets aside what is newer than a checkpoint: the run returns to it."""
 
         def in_first() -> None:
             if self._is_first:
@@ -294,9 +284,6 @@ class Store(CheckpointReader):
         """Adds metrics to a checkpoint, to choose the best one by.
 
         They come later because validation may end after the checkpoint was written.
-
-        Raises:
-            CheckpointError: If the checkpoint could not be written, or this cannot be added.
         """
         self.wait()
         if self._is_first:
@@ -330,11 +317,7 @@ class Store(CheckpointReader):
         return self._completing is threading.current_thread()
 
     def go_on(self) -> None:
-        """Removes the note of `close` that the run has ended.
-
-        Raises:
-            CheckpointError: If it cannot be removed.
-        """
+        """Removes the note of `close` that the run has ended."""
         if not self._is_first:
             return
         for step in self.steps[-1:]:
@@ -347,9 +330,6 @@ class Store(CheckpointReader):
         Args:
             run_has_ended: Whether to note that in the newest checkpoint, for programs that follow
                 the run.
-
-        Raises:
-            CheckpointError: If the last checkpoint could not be written.
         """
         try:
             self.wait()
@@ -395,20 +375,12 @@ class _WhenWritten(dict):
 
 
 def new_run(fix: str) -> str:
-    """A name for a run, the same in all processes.
-
-    Args:
-        fix: The fix for the error if the processes do not do the same.
-    """
-    return agree("naming the run", fix, uuid.uuid4().hex[:12], str)[0]
+    """A name for a run, the same in all processes."""
+    return agree("naming the run", fix, uuid.uuid4().hex[:12])[0]
 
 
 def logged(write: Callable[[], None]) -> bool:
-    """Calls a function that writes, and logs a failure as an ERROR.
-
-    Args:
-        write: The function; it raises a `CheckpointError` if it fails.
-    """
+    """Calls a function that writes, and logs a failure as an ERROR."""
     try:
         write()
     except CheckpointError as error:
@@ -430,8 +402,7 @@ def _check_path(directory: str) -> None:
     found = sorted(set("[]*?") & set(directory))
     if found:
         raise checkpoint_error(
-            "The path of a checkpoint directory must not contain [ ] * ?: Orbax takes them for "
-            "a pattern, and cannot read its own files there.",
+            "The path of a checkpoint directory must not contain [ ] * ?, which Orbax cannot read.",
             received={"directory": directory},
             fix="Use another name.",
         )

@@ -19,9 +19,6 @@ def split_ways(mesh: Mesh, axes: Axes) -> int:
 
     Args:
         axes: One entry per dimension; missing ones at the end split nothing.
-
-    Raises:
-        KeyError: If an axis is not one of the mesh.
     """
     return math.prod(axis_size(mesh, entry) for entry in axes)
 
@@ -46,14 +43,7 @@ def splitting_entries(names: Sequence[str], mesh: Mesh) -> list[str | tuple[str,
 
 
 def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
-    """The number of shards for one entry of a layout.
-
-    Args:
-        entry: A mesh axis, a tuple of them, or `None`, which makes one shard.
-
-    Raises:
-        KeyError: If an axis is not one of the mesh.
-    """
+    """The number of shards for one entry of a layout."""
     names = spell_out((entry,), mesh.axis_names)
     return math.prod(mesh.shape[name] for name in names_in(names))
 
@@ -63,9 +53,6 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
 
     JAX compares shardings by their text when it looks for a compiled program, so a layout must have
     only one spelling.
-
-    Args:
-        axes: One entry per dimension; `()` means replicated.
     """
     entries = list(spell_out(axes, mesh.axis_names))
     while entries and entries[-1] in (None, ()):
@@ -75,9 +62,6 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
 
 def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
     """Replaces `"logical"` in a layout by all logical sub-axes of the mesh.
-
-    Returns:
-        The layout, unchanged if the mesh has an axis of that name or no sub-axes.
 
     Example:
 
@@ -95,11 +79,7 @@ def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
 
 
 def entry_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a layout.
-
-    Args:
-        entry: A mesh axis, several of them, or `None` for none.
-    """
+    """The mesh axes in one entry of a layout."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -110,10 +90,6 @@ def names_in(axes: Iterable) -> list[str]:
 
 def layout_text(axes: Axes, rank: int = 0) -> str:
     """A layout as in a rule or in `jax.P(...)`; `replicated` if nothing is split.
-
-    Args:
-        axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.
-        rank: The number of dimensions: missing entries at the end are written too.
 
     Example:
 

@@ -79,11 +79,7 @@ def whole(least: int = 1, most: int = _MOST) -> Requirement:
 
 
 def above_zero(unit: str, example: str, below: float = math.inf) -> Requirement:
-    """A finite number above 0.
-
-    Args:
-        unit: What it counts, such as `"seconds"`.
-    """
+    """A finite number above 0."""
 
     def holds(value: Any) -> bool:
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
@@ -93,11 +89,7 @@ def above_zero(unit: str, example: str, below: float = math.inf) -> Requirement:
 
 
 def one_of(*choices: Any) -> Requirement:
-    """One of a few values.
-
-    Args:
-        *choices: The values; the first one is the example.
-    """
+    """One of a few values."""
     texts = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
     words = f"{', '.join(texts[:-1])} or {texts[-1]}"
 
@@ -123,12 +115,7 @@ _OF_TYPES: dict[Any, Requirement] = {bool: FLAG, str: TEXT}
 
 
 def require(caller: str, what: Requirement, or_none: bool = False, /, **values: Any) -> None:
-    """Raises a `ValueError` for arguments that are wrong.
-
-    Args:
-        what: What they must be.
-        or_none: Whether `None` is right too.
-    """
+    """Raises a `ValueError` for arguments that are wrong."""
     for name, value in values.items():
         what.check(caller, name, value, or_none)
 
@@ -190,11 +177,7 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def knows_words(kind: type[T]) -> type[T]:
-    """Decorates a class so that its constructor behaves as with `known_words`.
-
-    Args:
-        kind: The class, whose own `__init__` is replaced.
-    """
+    """Decorates a class so that its constructor behaves as with `known_words`."""
     kind.__init__ = known_words(kind.__init__)
     return kind
 

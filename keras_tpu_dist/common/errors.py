@@ -10,9 +10,6 @@ _LONGEST_NAME = 400
 def did_you_mean(name: str, choices: Iterable[object], likeness: float = 0.5) -> str:
     """A sentence that names the nearest valid spelling, or nothing.
 
-    Args:
-        likeness: How alike the two must be, from 0 to 1.
-
     Returns:
         `" Did you mean 'data'?"`, with a leading space, or `""` if nothing is near.
     """

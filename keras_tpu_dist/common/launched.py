@@ -80,11 +80,7 @@ def _warn(path: str, error: OSError) -> None:
 
 
 def report_end(words: str, *, leaves: bool) -> None:
-    """Reports that this program ends without an error.
-
-    Args:
-        leaves: Whether it ends within a call that all processes make.
-    """
+    """Reports that this program ends without an error."""
     if _path:
         with contextlib.suppress(OSError):
             _write_error("SystemExit" if leaves else END, words)

@@ -21,9 +21,6 @@ class Timeline:
 
     A phase within another counts alone: compiling in a validation is not validation.
 
-    Args:
-        began: When it began, in seconds of `time.perf_counter()`.
-
     Attributes:
         training: The phase that training counts as: TRAIN, or REPLAY.
     """

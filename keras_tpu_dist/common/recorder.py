@@ -20,12 +20,7 @@ _LEAST_S, _SHARE = 1.0, 1 / 3600
 
 
 class GoodputRecorder:
-    """Measures the phases of this thread, and writes them from another thread.
-
-    Args:
-        path: The file; earlier starts of the run may have written to it.
-        since: The start of this process, in seconds since 1970.
-    """
+    """Measures the phases of this thread, and writes them from another thread."""
 
     def __init__(self, path: str, since: float):
         self.path = absolute_path(path)

@@ -31,11 +31,6 @@ _LATEST_S = 1e11
 def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
     """Adds one line atomically. If the file is full, it logs one WARNING.
 
-    Args:
-        path: The file; it is created if missing.
-        at: The time, in seconds since 1970; by default now.
-        **fields: Plain data; `None` for unknown values.
-
     Raises:
         OSError: If it cannot be written.
     """
@@ -75,11 +70,7 @@ def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> 
 
 
 def check_ours(path: str) -> None:
-    """Checks that a file may be added to: it is missing, empty, or has lines of goodput.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Checks that a file may be added to: it is missing, empty, or has lines of goodput."""
     try:
         found, others = read(path)
     except FileNotFoundError:
@@ -93,11 +84,7 @@ def check_ours(path: str) -> None:
 
 
 def is_full(path: str) -> bool:
-    """Whether no further line is added to a file.
-
-    Raises:
-        OSError: If it is not there.
-    """
+    """Whether no further line is added to a file."""
     return os.stat(path).st_size > MOST_BYTES
 
 

@@ -23,8 +23,7 @@ def checked_batch_axis(batch_axis: Any) -> Any:
         return tuple(checked_batch_axis(axis) for axis in batch_axis)
     if batch_axis is not None and not is_count(batch_axis, 0):
         raise value_error(
-            "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "
-            "a structure of those.",
+            "A batch axis is a dimension, None (there is no batch), or a structure of these.",
             received={"batch_axis": batch_axis},
             fix="Write for example batch_axis=(1, 0) for time-major x and batch-major y.",
         )
@@ -48,14 +47,7 @@ def flatten(batch: Any) -> tuple[list, Any]:
 
 
 def element_names(batch: Any) -> list[str]:
-    """Names of a batch's arrays for errors: `x['image']`, `y`, `sample_weight`.
-
-    Args:
-        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
-
-    Returns:
-        One name for every array, in the order of `flatten`.
-    """
+    """Names of a batch's arrays for errors: `x['image']`, `y`, `sample_weight`."""
     parts = [("x", batch)]
     if isinstance(batch, (tuple, list)):
         parts = [
@@ -76,9 +68,6 @@ def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:
         batch_axis: The result of `checked_batch_axis`: an entry for all arrays, or a structure of
             entries; arrays missing in a dict or the tuple `(x, y, sample_weight)` have batch axis
             0.
-
-    Returns:
-        The axes; `None` for an array without a batch.
     """
     top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
     if isinstance(batch_axis, Mapping):

@@ -66,9 +66,6 @@ class InputClock:
     a launch ends, a thread waits for it. It does so only in epochs whose reading takes long enough
     to matter.
 
-    Args:
-        on_finish: Called with the result of every epoch.
-
     Attributes:
         at_end: Whether the next launch is the last of an epoch; set by the code that hands out its
             batch.
@@ -89,12 +86,7 @@ class InputClock:
             self._watcher = None
 
     def was_read(self, start: float, end: float) -> None:
-        """Notes that a batch was read.
-
-        Args:
-            start: When reading it began, in seconds of `time.perf_counter()`.
-            end: When reading it ended, on the same clock.
-        """
+        """Notes that a batch was read."""
         if self._started is None:
             self._started = start
         self._reading += end - start
@@ -116,7 +108,6 @@ class InputClock:
         """Notes a launch, by its outputs.
 
         Args:
-            outputs: The outputs of the launch; when the first array is ready, the launch has ended.
             last: Whether training stops after it, even in the middle of an epoch.
         """
         self._launched = True
@@ -234,11 +225,7 @@ def _read_when_wanted(batches: Iterator, wanted, arrived) -> None:
 
 
 class InputReports:
-    """The reports of a strategy about the input of its epochs.
-
-    Attributes:
-        input_wait: How long the devices waited for input in the last training epoch, or `None`.
-    """
+    """The reports of a strategy about the input of its epochs."""
 
     def __init__(self):
         self.input_wait: InputWait | None = None

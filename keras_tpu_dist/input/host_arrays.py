@@ -61,9 +61,7 @@ def check_numbers(name: str, leaf: Any) -> None:
         raise value_error(
             "The rows of an array must have the same length; those of a ragged one differ.",
             received={**received, "of": type(first).__name__},
-            fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
-            'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
-            "many lengths.",
+            fix="Pad them in the input pipeline: dataset.map(lambda x: x.to_tensor()).",
         )
     raise value_error(
         "A batch must be numeric.",
@@ -87,11 +85,7 @@ def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> 
 
 
 def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
-    """A host array with zeros added at the end of a dimension, up to a size.
-
-    Args:
-        size: The new length of this dimension, at least its old one.
-    """
+    """A host array with zeros added at the end of a dimension, up to a size."""
     host = np.asarray(leaf)
     if host.shape[axis] == size:
         return host

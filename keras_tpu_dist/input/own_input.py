@@ -21,7 +21,7 @@ from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_
 from keras_tpu_dist.input.shards import InputShards
 from keras_tpu_dist.processes.arrays import checksum, joined_rows
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, ListOf, PeerError, check_array, fits
+from keras_tpu_dist.processes.encoding import MALFORMED, check_array, malformed
 
 # Batches that are read ahead to agree on several steps at once: agreeing takes some milliseconds,
 # as long as a small step.
@@ -30,15 +30,6 @@ _FIX = (
     'With input="per_process" every process provides its part of every batch: the same structure, '
     "shapes and dtypes in all of them, any number of rows."
 )
-# The form of a batch's description: its rows; for every array the name, the shape with -1 for the
-# rows, the dtype, and a checksum if all processes must have the same; and the batch's structure.
-_BATCH = {
-    "rows": int,
-    "leaves": ListOf([str, ListOf(int), str, (int, None)]),
-    "structure": ANYTHING,
-}
-_NEXT = {"ended": bool, "batches": ListOf(_BATCH), "checksums": ListOf(ListOf(int))}
-_MOST_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,6 @@ class OwnInput:
     """Combines the batches of the processes into steps.
 
     Args:
-        shards: Which rows of a batch every process provides.
         axes: Returns the batch dimension of every array of a batch, in the order of `flatten`.
         alike: Whether arrays without a batch dimension are the same in all processes.
     """
@@ -70,31 +60,19 @@ class OwnInput:
         self._alike = alike
 
     def of_call(self, batch: Any) -> ShardBatch:
-        """This process's part of a single batch, as for `train_on_batch`.
-
-        Raises:
-            ValueError: On all processes, if their batches do not fit together.
-        """
+        """This process's part of a single batch, as for `train_on_batch`."""
         leaves, treedef = flatten(batch)
         batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
-        described = agree("the rows of a batch", _FIX, self._described(batch), _BATCH)
+        described = agree("the rows of a batch", _FIX, self._described(batch))
         return ShardBatch(batch, self._rows(described))
 
     def joined(self, structure: Any) -> Any:
-        """Arrays with the rows of all processes, in the order of the input shards.
-
-        Args:
-            structure: A structure (tuple, list, dict, `None`) of this process's host arrays.
-        """
+        """Arrays with the rows of all processes, in the order of the input shards."""
         return jax.tree.map(lambda rows: joined_rows(rows, self.shards.processes), structure)
 
     def length(self, num_batches: int | None, ragged: bool) -> tuple[int | None, bool]:
-        """The number of steps that all processes run, and whether one of them may be ragged.
-
-        Args:
-            num_batches: How many batches this process has, or `None` if it does not know.
-        """
-        answers = agree("the number of batches", _FIX, [num_batches, ragged], [(int, None), bool])
+        """The number of steps that all processes run, and whether one of them may be ragged."""
+        answers = agree("the number of batches", _FIX, [num_batches, ragged])
         numbers = [number for number, _ in answers]
         uneven = any(answer != answers[0] for answer in answers)
         known = None not in numbers
@@ -108,7 +86,6 @@ class OwnInput:
         Args:
             steps_per_epoch: Batches beyond which nothing is read before they were used.
             may_be_empty: Whether it is allowed that no process has a batch.
-            ValueError: On all processes, if their batches do not fit together, or none has any.
         """
         ahead = _Ahead(iter(batches))
         made, most = 0, 1
@@ -128,9 +105,10 @@ class OwnInput:
     def _exchanged(self, ahead: "_Ahead", first: bool) -> list[dict]:
         ahead.raise_error()
         described = [self._described(batch) for batch in ahead.batches]
-        checksums = [_checksums(batch) for batch in list(ahead.batches)[:1]] if first else []
+        batches = list(ahead.batches)[:1] if first else []
+        checksums = [[checksum(leaf) for leaf in flatten(batch)[0]] for batch in batches]
         mine = {"ended": ahead.ended, "batches": described, "checksums": checksums}
-        answers = agree("the rows of the next batches", _FIX, mine, _NEXT)
+        answers = agree("the rows of the next batches", _FIX, mine)
         if first:
             self._check_group([answer["checksums"] for answer in answers])
         return answers
@@ -196,8 +174,7 @@ class OwnInput:
                         "Processes of one input shard must provide the same rows.",
                         received=f"processes {group[0]} and {i}, whose first batches of an "
                         "epoch differ.",
-                        fix="Divide the data by strategy.input_shard, and use its index as "
-                        "the seed for shuffling.",
+                        fix="Divide and shuffle the data by strategy.input_shard.index.",
                     )
 
     def _check_any(self, made: int) -> None:
@@ -262,11 +239,7 @@ def _empty(described: dict) -> Any:
 
 
 def described_structure(node: Any) -> Any:
-    """The structure of a batch as plain data.
-
-    Args:
-        node: The batch, or a part of it: a tuple, list, dict, `None`, or an array.
-    """
+    """The structure of a batch as plain data."""
     if node is None:
         return None
     if type(node) in (tuple, list):
@@ -278,8 +251,7 @@ def described_structure(node: Any) -> Any:
         return [type(node).__name__, *items]
     if not jax.tree.structure(node) == jax.tree.structure(0):
         raise value_error(
-            'Batches with input="per_process" are arrays in tuples, lists and dicts whose '
-            "keys are strings or integers.",
+            'Batches with input="per_process" are arrays in tuples, lists and dicts.',
             received=f"{type(node).__name__}: {str(node)[:80]}.",
             fix="Convert it to a dict or a tuple.",
         )
@@ -292,52 +264,33 @@ def structure_of(described: Any, arrays: Iterator) -> Any:
     Raises:
         PeerError: If it is not a structure, or one with another number of arrays.
     """
-    batch = _built(described, arrays, 0)
-    if next(arrays, None) is not None:
-        raise _malformed("a structure of fewer arrays")
+    left = [*arrays]
+    try:
+        batch = _built(described, left)
+    except MALFORMED as error:
+        raise malformed("a batch of another process", f"{error!r:.80}") from error
+    if left:
+        raise malformed("a batch of another process", "a structure of fewer arrays")
     return batch
 
 
-def _built(described: Any, arrays: Iterator, depth: int) -> Any:
+def _built(described: Any, left: list) -> Any:
     if described is None:
         return None
-    if described == 0 and type(described) is int:
-        array = next(arrays, None)
-        if array is None:
-            raise _malformed("a structure of more arrays")
-        return array
-    if type(described) is not list or depth > _MOST_DEPTH:
-        raise _malformed("no structure")
-    kind, *items = described or [None]
+    if described == 0:
+        return left.pop(0)
+    kind, *items = described
     if kind in ("tuple", "list"):
-        nodes = [_built(item, arrays, depth + 1) for item in items]
+        nodes = [_built(item, left) for item in items]
         return tuple(nodes) if kind == "tuple" else nodes
-    if kind not in ("dict", "OrderedDict") or not any(
-        fits(items, ListOf([key, ANYTHING]), depth) for key in (str, int)
-    ):
-        raise _malformed("no structure")
-    pairs = [(key, _built(item, arrays, depth + 1)) for key, item in items]
-    built = OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
-    if len(built) < len(pairs):
-        raise _malformed("a structure with one key twice")
-    return built
+    kinds = {"dict": dict, "OrderedDict": OrderedDict}
+    return kinds[kind]((key, _built(item, left)) for key, item in items)
 
 
 def _check_arrays(described: dict, process: int) -> None:
     for name, shape, dtype, _ in described["leaves"]:
         sizes = [described["rows"] if size == -1 else size for size in shape]
         check_array(sizes, dtype, where=f"{name[:80]} of process {process}")
-
-
-def _malformed(received: str) -> PeerError:
-    return PeerError(
-        message(
-            "A message between processes about a batch must describe one.",
-            received=f"{received}.",
-            fix="Make sure that only the processes of this run can reach the coordinator's port: "
-            "see SECURITY.md.",
-        )
-    )
 
 
 def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:
@@ -363,10 +316,6 @@ def _sparse(name: str) -> str:
         received=f"{name}, a sparse one.",
         fix='Make it dense, or give all processes the same data with input="global".',
     )
-
-
-def _checksums(batch: Any) -> list[int]:
-    return [checksum(leaf) for leaf in flatten(batch)[0]]
 
 
 def _nbytes(batches: Iterable) -> int:

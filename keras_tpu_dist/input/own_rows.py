@@ -26,9 +26,6 @@ class OwnRowsPlacer(BatchPlacer):
     The rows of a batch are those of input shard 0, then those of input shard 1, and so on, if the
     parts of the mesh that a shard fills follow one another. If their rows are uneven, or are not
     divisible by a process's parts, they are padded, and the compiled program joins the true rows.
-
-    Args:
-        shards: Which rows of a batch every process provides.
     """
 
     pads_rows = False
@@ -45,9 +42,6 @@ class OwnRowsPlacer(BatchPlacer):
 
         Args:
             batch: A `ShardBatch`, or a single host batch, as for `train_on_batch`.
-
-        Raises:
-            ValueError: If the processes' batches do not fit together.
         """
         if not isinstance(batch, ShardBatch):
             batch = self.own_input.of_call(batch)
@@ -152,11 +146,7 @@ class OwnRowsPlacer(BatchPlacer):
 
 
 def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: str) -> BatchPlacer:
-    """The placer for a kind of input.
-
-    Args:
-        source: `"global"`, or `"per_process"` if processes provide their own rows.
-    """
+    """The placer for a kind of input."""
     if source == "global" or named_sharding(mesh).is_fully_addressable:
         return BatchPlacer(mesh, data_axes, batch_axis)
     return OwnRowsPlacer(mesh, data_axes, batch_axis, input_shards_of(mesh, data_axes))

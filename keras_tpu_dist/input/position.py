@@ -6,13 +6,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.forms import DictOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -50,7 +51,6 @@ class InputPosition:
         """Whether the next batch is the first of the input.
 
         Args:
-            steps_per_epoch: The argument of `fit`.
             source_batches: The number of batches after which the input starts again, if it does.
         """
         if steps_per_epoch and source_batches and not self.done:
@@ -87,13 +87,9 @@ class Progress:
 
     Args:
         batches: The iterator over the input, which may have a position of its own.
-        data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
-        epoch: See `InputPosition.epoch`.
 
     Attributes:
-        made: How many batches were handed out for training.
         follows: Whether more than a count must be recorded for a batch.
-        epoch: As given.
     """
 
     def __init__(self, batches: Any, data_adapter: Any = None, epoch: dict[str, int] | None = None):
@@ -138,9 +134,6 @@ class Progress:
     def goes_to(self, position: InputPosition, begins: bool) -> bool:
         """Moves the input to a position, if it can be moved.
 
-        Args:
-            position: The position of an iterator over the same input in an earlier process.
-
         Returns:
             Whether the input is there now: after all batches that were handed out before.
         """
@@ -175,46 +168,18 @@ class Progress:
         )
 
 
-def is_position(data: Any) -> bool:
-    """Whether plain data, from any source, is a valid result of `InputPosition.to_dict`."""
-    names = {field.name for field in fields(InputPosition)}
-    epochs = {"start_epoch", "now_epoch"}
-    if not isinstance(data, dict) or set(data) != names:
-        return False
-    epoch = data.get("epoch") or {}
-    if not isinstance(epoch, dict) or not all(map(_is_count, epoch.values())):
-        return False
-    return (
-        all(_is_count(data[name]) for name in ("made", "done"))
-        and all(data.get(name) is None or _is_count(data[name]) for name in epochs)
-        and all(map(_are_random_numbers, (data["start"], data["now"])))
-        and (data.get("state") is None or _is_state(data["state"]))
-    )
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _are_random_numbers(state: Any) -> bool:
-    lists = isinstance(state, dict) and all(
-        isinstance(state.get(n), list) for n in ("numpy", "python")
-    )
-    if not lists or (len(state["numpy"]), len(state["python"])) != (5, 3):
-        return False
-    name, keys, at, has_gauss, second = state["numpy"]
-    version, words, gauss = state["python"]
-    numbers = type(at) is int and 0 <= at <= _WORDS and has_gauss in (0, 1)
-    return (
-        (name, version) == ("MT19937", 3)
-        and numbers
-        and isinstance(second, (int, float))
-        and (gauss is None or isinstance(gauss, float))
-        and _has_words(keys, _WORDS)
-        # The last word of Python's state is the index into the others.
-        and _has_words(words, _WORDS + 1)
-        and int(_words(words)[-1]) <= _WORDS
-    )
+def _has_words(text: Any, count: int) -> bool:
+    decoded = _decoded(text)
+    return decoded is not None and len(decoded) == 4 * count
+
+
+def _has_python_words(text: Any) -> bool:
+    # The last word of Python's state is the index into the others.
+    return _has_words(text, _WORDS + 1) and int(_words(text)[-1]) <= _WORDS
 
 
 def _is_state(state: Any) -> bool:
@@ -229,16 +194,34 @@ def _is_state(state: Any) -> bool:
     return True
 
 
-def _has_words(text: Any, count: int) -> bool:
-    decoded = _decoded(text)
-    return decoded is not None and len(decoded) == 4 * count
-
-
 def _decoded(text: Any) -> bytes | None:
     try:
         return base64.b64decode(text, validate=True) if isinstance(text, str) else None
     except ValueError:
         return None
+
+
+_NUMBERS = {
+    "numpy": [
+        lambda name: name == "MT19937",
+        lambda keys: _has_words(keys, _WORDS),
+        lambda at: type(at) is int and 0 <= at <= _WORDS,
+        lambda has_gauss: has_gauss in (0, 1),
+        (int, float),
+    ],
+    "python": [lambda version: version == 3, _has_python_words, (None, float)],
+}
+# The form of `InputPosition.to_dict`, from any source.
+POSITION = {
+    "start": _NUMBERS,
+    "now": _NUMBERS,
+    "made": _is_count,
+    "done": _is_count,
+    "state": (None, _is_state),
+    "start_epoch": (None, _is_count),
+    "now_epoch": (None, _is_count),
+    "epoch": (None, DictOf(_is_count)),
+}
 
 
 def random_numbers() -> dict[str, Any]:
@@ -300,11 +283,7 @@ def position_between_epochs() -> InputPosition:
 
 
 def own_position(positions: Sequence) -> InputPosition | None:
-    """This process's position; the first one if the number of processes has changed.
-
-    Args:
-        positions: The positions of the processes that wrote the checkpoint, as plain data.
-    """
+    """This process's position; the first one if the number of processes has changed."""
     if len(positions) == jax.process_count():
         own = positions[jax.process_index()]
     else:
@@ -316,7 +295,7 @@ def own_position(positions: Sequence) -> InputPosition | None:
                 len(positions),
                 jax.process_count(),
             )
-    return None if own is None else InputPosition(**own)
+    return None if own is None else InputPosition(**{name: own[name] for name in POSITION})
 
 
 def shuffle_from(position: InputPosition, epoch: int) -> None:
@@ -362,9 +341,6 @@ def state_of(batches: Any) -> Any:
 
 def set_state(batches: Any, state: dict[str, str]) -> bool:
     """Moves an iterator to the position of another one over the same input.
-
-    Args:
-        state: The result of `state_of` for the other.
 
     Returns:
         Whether it moved; it does not if it has no states, or rejects this one.

@@ -10,17 +10,12 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ListOf
 
 _NO_BATCH = "no batch"
 
 
 def compared(batches: Iterable) -> Iterator:
-    """Batches that are the same in all processes; the first of them is compared.
-
-    Raises:
-        ValueError: On all processes, if the first ones differ.
-    """
+    """Batches that are the same in all processes; the first of them is compared."""
     batches = iter(batches)
     first = next(batches, None)
     fix = (
@@ -28,7 +23,7 @@ def compared(batches: Iterable) -> Iterator:
         "for shuffling (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
     mine = [_NO_BATCH] if first is None else _checksums(first)
-    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, ListOf(str))):
+    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine)):
         if theirs != mine:
             names = ["batch"] if first is None else element_names(first)
             element = next(

@@ -46,8 +46,7 @@ class InputShard(Printed):
         numbers = listed and all(is_count(process, 0) for process in self.processes)
         if self.index >= self.count or not numbers:
             raise value_error(
-                "The index of an input shard is below their count, and processes are those "
-                "that provide it.",
+                "The index of an input shard is below their count.",
                 received={"index": self.index, "count": self.count} | {"processes": self.processes},
                 fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
             )
@@ -133,9 +132,6 @@ def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
 
 def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> InputShards | None:
     """The input shards, from the process of every device.
-
-    Args:
-        processes: The process of every device, in the shape of the mesh.
 
     Returns:
         The shards, or `None` if processes cannot provide their own rows on this mesh.

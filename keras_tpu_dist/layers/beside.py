@@ -168,9 +168,7 @@ def taking(layer: Any, where: str) -> Iterator[list]:
         raise value_error(
             f"Layer {layer.name!r} does not take what it keeps beside its variables.",
             received=f"{type(error).__name__}: {error} ({where}).",
-            fix="Give the layer the arguments that it had when it was saved, or let its "
-            "load_own_variables and load_assets take what save_own_variables and save_assets "
-            "write.",
+            fix="Let its load_own_variables take what its save_own_variables writes.",
         ) from error
     now = _attributes(layer)
     if before.keys() != now.keys() or not all(_same(now[name], before[name]) for name in now):

@@ -95,8 +95,7 @@ def _make_again(model):
         raise value_error(
             "convert rebuilds a model from its own config.",
             received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
-            fix="Give the model a get_config() that returns the arguments of its __init__, or "
-            "use ktd.layers.LSTM and its siblings when you build it.",
+            fix="Give the model a get_config() that returns the arguments of its __init__.",
         ) from error
 
 

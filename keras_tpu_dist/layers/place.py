@@ -23,7 +23,6 @@ class Place:
         split: The mesh and the axes that split the batch, if there are any.
         alone: Whether the layer's arrays are on one device, so that it may request a memory layout
             without interference from an automatic partitioner.
-        device: One of the devices, a `jax.Device`.
         gathering: How split weights of the layer are gathered, if it has any.
     """
 

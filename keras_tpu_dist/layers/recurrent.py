@@ -100,15 +100,10 @@ class FastRecurrence:
             initial_state: The states before the first step, each `(batch, units)`.
             mask: As for `check_mask`, False where the state is carried over; of a list, the first
                 is used.
-            training: Whether the layer is in training mode, so that its dropout applies.
 
         Returns:
             The last output, the outputs in the order of the loop (without `return_sequences` only
             the last), and the final states.
-
-        Raises:
-            ValueError: If the mask does not have one entry for every row and timestep, or is
-                neither boolean nor integer.
         """
         place = self._at(find())
         arithmetic = self._fast(place, training)
@@ -225,11 +220,7 @@ class FastRecurrence:
         return dataclasses.replace(place, gathering=found)
 
     def gathering(self, axes_of) -> Gathering | None:
-        """How weights that are split over devices are gathered; None if none is split.
-
-        Args:
-            axes_of: Returns how a variable is split, by dimension.
-        """
+        """How weights that are split over devices are gathered; None if none is split."""
         if not self.built:
             return None
         weights = [self.cell.kernel, self.cell.recurrent_kernel, self.cell.bias]
@@ -282,11 +273,7 @@ class FastRecurrence:
 
 
 def weights_of(cell) -> Weights:
-    """A Keras cell's weights in the recurrence's form, in their own precision.
-
-    Args:
-        cell: A built cell of Keras's `LSTM`, `GRU` or `SimpleRNN`.
-    """
+    """A Keras cell's weights in the recurrence's form, in their own precision."""
     bias = None if cell.bias is None else full_precision(cell.bias)
     recurrent_bias = None
     if bias is not None and bias.ndim == 2:  # GRU with reset_after: one for each product
@@ -301,7 +288,6 @@ def check_mask(name, mask, shape):
 
     Args:
         mask: None, `(batch, time)` or `(batch, time, any)`, boolean or integer.
-        shape: The shape of the layer's input.
     """
     if mask is None:
         return None

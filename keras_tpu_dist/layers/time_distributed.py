@@ -94,7 +94,6 @@ def rows_are_independent(layer, training) -> bool:
 
     Args:
         layer: The layer. If it is a wrapper or a model, all its layers must be independent too.
-        training: Whether the call is in training mode; None counts as False.
     """
     if layer.activity_regularizer is not None:
         return False

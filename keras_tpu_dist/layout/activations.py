@@ -55,9 +55,6 @@ def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str,
 
     Without these, XLA may gather the batch instead of the weights if the data axes split the
     weights.
-
-    Returns:
-        From a layer's path to the layout of its output.
     """
     time = sequence_axis(mesh, data_axes)
     rows = (data_axes[0] if len(data_axes) == 1 else tuple(data_axes)) if data_axes else None

@@ -112,7 +112,6 @@ class Annotated:
         outputs: From a layer's path to the layout of its output.
         unknown: `(layer path, weight name)` of annotations whose name matches no weight of the
             layer.
-        logical_devices: From a layer's path to the logical device that computes it.
         assigned: From the id of a variable to the logical device that computes its layer.
     """
 
@@ -241,11 +240,7 @@ def _check_structure(fits: bool, outputs, layout) -> None:
 
 @mark.restored_by
 def annotate(layer: Any, annotation: Annotation) -> Any:
-    """Writes an annotation on a layer, replaces an earlier one, and returns the layer.
-
-    Args:
-        annotation: The whole annotation; nothing of an earlier one is kept.
-    """
+    """Writes an annotation on a layer, replaces an earlier one, and returns the layer."""
     if not isinstance(layer, keras.Layer):
         raise value_error(
             "Only layers and models can be annotated.",

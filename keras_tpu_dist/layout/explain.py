@@ -145,7 +145,9 @@ class Explanation(Shown):
     @property
     def summary(self) -> str:
         """One sentence: the weights, how many of them are split over which axes, the batch."""
-        return "; ".join([*self._sizes(), self._split(), self._batch(), *self._problems()])
+        count = sum(bool(row.problem) for row in self.rows)
+        problems = [f"{count} invalid: see PROBLEM in the table"] if count else []
+        return "; ".join([*self._sizes(), self._split(), self._batch(), *problems])
 
     def entries(self) -> tuple[Any, ...]:
         """The rows by layer; equal blocks in a row are one `Repeated`."""
@@ -214,10 +216,6 @@ class Explanation(Shown):
             return "batch replicated"
         return f"batch over {' and '.join(self.data_axes)}"
 
-    def _problems(self) -> list[str]:
-        count = sum(bool(row.problem) for row in self.rows)
-        return [f"{count} invalid: see PROBLEM in the table"] if count else []
-
     def _folded(self) -> tuple[list[str], list[tuple[str, ...] | str]]:
         """The table to print: without empty columns, equal blocks folded."""
         mixed = len({row.dtype for row in self.rows}) > 1
@@ -261,9 +259,7 @@ def explain_model(
     """Converts a placement to rows.
 
     Args:
-        model: A model; if it is not built, its existing variables are used.
         tables: From the path of a table to how it is looked up and updated.
-        not_trained: Why the strategy does not train the model, or `""`.
 
     Returns:
         The explanation. An invalid layout is reported in its row; no error is raised.
@@ -323,11 +319,7 @@ def _layer_rows(model, placement: Placement):
 
 
 def one_row(explanation: Explanation, path: str) -> VariableRow:
-    """The row of one variable, by its path or the end of it.
-
-    Args:
-        path: The variable's path, or its last segments; a leading `…` or `/` is ignored.
-    """
+    """The row of one variable, by its path or the end of it."""
     tail = path.lstrip("…").lstrip("/")
     found = [row for row in explanation.rows if row.path == path]
     found = found or [r for r in explanation.rows if f"/{r.path}".endswith(f"/{tail}")]

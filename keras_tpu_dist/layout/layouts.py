@@ -129,7 +129,9 @@ class Layouts:
         layer = path.removesuffix("/output")
         if placement is not None and layer in placement.annotations.outputs:
             placement.check_output(layer)
-            return self._on_mesh(placement.annotations.outputs[layer])
+            axes = placement.annotations.outputs[layer]
+            # A list or dict has a layout for each tensor.
+            return axes if isinstance(axes, (list, dict)) else named_sharding(self.mesh, axes)
         decision = decide(path, self.layout)
         if decision is not None:
             return named_sharding(self.mesh, decision.axes)
@@ -138,17 +140,9 @@ class Layouts:
             return None
         return Activations(planned[layer][0], sequence_axis(self.mesh, self.data_axes))
 
-    def _on_mesh(self, axes: Any) -> Any:
-        """One layout for all tensors as a sharding; a list or dict of layouts as it is."""
-        return axes if isinstance(axes, (list, dict)) else named_sharding(self.mesh, axes)
-
 
 def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
-    """Converts a strategy's `layout` to `None`, rules, a `LayoutMap` or a planner.
-
-    Args:
-        layout: Any form that `TPUStrategy` takes, or a `Plan`, whose rules are used.
-    """
+    """Converts a strategy's `layout` to `None`, rules, a `LayoutMap` or a planner."""
     if layout is None or isinstance(layout, Planner):
         return layout
     if isinstance(layout, keras.distribution.LayoutMap):

@@ -30,8 +30,6 @@ SEVERITIES = ("error", "warning", "info")
 _GIANT_BYTES = 2**20
 # Without a layout, weights are replicated on purpose while the state takes less of the memory.
 _SMALL_STATE = 1 / 3
-# Batches that leave fewer devices without work are not reported.
-_IDLE = 0.1
 _GIANTS_SHOWN = 5
 
 
@@ -151,11 +149,7 @@ def _table(path: str, words: str) -> Finding:
 
 
 def log_report(report: LintReport) -> None:
-    """Logs errors and warnings; `fit` does this once per model.
-
-    Args:
-        report: The report; findings of severity `"info"` are not logged.
-    """
+    """Logs errors and warnings; `fit` does this once per model."""
     for finding in report.findings:
         if finding.severity != "info":
             logger.warning("layout of model %r: %s", report.model, finding)
@@ -355,14 +349,6 @@ def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
         words = f"{batch_size} rows for {ways} shards: {ways - batch_size} shards have no row."
         fix = f"Use a batch of at least {ways}."
         return [Finding("warning", "small-batch", "batch_size", words, fix)]
-    filled = -(-batch_size // ways) * ways
-    if filled - batch_size > _IDLE * filled:
-        words = (
-            f"{batch_size} rows over {ways} devices: works, but {filled - batch_size} of "
-            f"{filled} places are empty in each step."
-        )
-        fix = f"For full devices, use {batch_size // ways * ways} or {filled} rows."
-        return [Finding("info", "uneven-batch", "batch_size", words, fix)]
     return []
 
 

@@ -31,7 +31,6 @@ def picture_of(
     """Draws a mesh, a model, a variable or an array.
 
     Args:
-        what: What to draw; `None` for the mesh.
         layout: Returns the layout of a variable, and a warning if it is uncertain.
     """
     if what is None:

@@ -30,8 +30,6 @@ class Setting:
     """The strategy's options for the decision.
 
     Attributes:
-        layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
-        shard_optimizer: Whether optimizer slots are split over the data axes.
         batch_first: Whether the batch is the first dimension, so that plans may set layouts of
             outputs.
     """
@@ -68,9 +66,6 @@ class Placement:
 
     def decision(self, variable: Any) -> Decision:
         """The decision for a variable, checked against its shape.
-
-        Args:
-            variable: A variable of the model or its optimizer; an unknown one is replicated.
 
         Raises:
             LayoutError: If a rule or annotation does not fit the shape or the mesh.

@@ -208,12 +208,7 @@ class IndivisibleError(LayoutError):
 
 
 def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str]) -> None:
-    """Raises a `ValueError` if a rule names an axis that the mesh does not have.
-
-    Args:
-        rules: Patterns, or paths, with their axes; `"logical"` in them means all logical sub-axes
-            of the mesh.
-    """
+    """Raises a `ValueError` if a rule names an axis that the mesh does not have."""
     for pattern, axes in rules:
         names = names_in(spell_out(axes, axis_names))
         if len(set(names)) != len(names):
@@ -239,11 +234,7 @@ def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str
 
 
 def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None) -> Decision | None:
-    """Looks a path up in the rules or the stock layout map.
-
-    Args:
-        path: The path of a variable, or of a layer's output (`".../output"`).
-    """
+    """Looks a path up in the rules or the stock layout map."""
     if isinstance(layout, LayoutRules):
         index = layout.match(path)
         if index is None:
@@ -270,11 +261,7 @@ def patterns(layout: Any) -> list[str]:
 
 
 def matching(layout: Any, path: str) -> list[str]:
-    """The patterns that match a path, the winner first, matched as this layout matches.
-
-    Args:
-        layout: `LayoutRules` or a stock `LayoutMap`; other layouts have no patterns.
-    """
+    """The patterns that match a path, the winner first, matched as this layout matches."""
     if isinstance(layout, LayoutRules):
         return [layout.rules[i][0] for i in layout.matches(path)]
     if path in patterns(layout):
@@ -284,9 +271,6 @@ def matching(layout: Any, path: str) -> list[str]:
 
 def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
     """The patterns that match none of the paths.
-
-    Args:
-        layout: `LayoutRules` or a stock `LayoutMap`.
 
     Example:
 
@@ -298,11 +282,7 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
-    """The existing path that is most similar to a pattern, or `None`.
-
-    Returns:
-        A path, compared on as many segments from the right as the pattern has.
-    """
+    """The existing path that is most similar to a pattern, or `None`."""
     plain = re.sub(r"\\[dwSs]|[\^$.*+?()\[\]{}|\\]", "", pattern).strip("/")
     segments = plain.count("/") + 1
     scored = [
@@ -314,12 +294,7 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
 
 
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
-    """Validates a decision against a variable's shape and the mesh.
-
-    Raises:
-        LayoutError: If the layout has more entries than the shape, or a split dimension is not
-            divisible.
-    """
+    """Validates a decision against a variable's shape and the mesh."""
     received = {
         "variable": path,
         "shape": tuple(shape),
@@ -332,8 +307,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
             message(
                 "A layout cannot have more entries than the variable has dimensions.",
                 received=received,
-                fix=f"Give at most {len(shape)}, or write the rule so that it does not "
-                "match this variable.",
+                fix=f"Give at most {len(shape)}, or another rule for this variable.",
             )
         )
     for dim, entry in enumerate(decision.axes):

@@ -41,8 +41,6 @@ class Projection:
     as a matrix, what is summed over by what is not, of which a byte has two values in a row.
 
     Attributes:
-        kernel: Its stored kernel.
-        sizes: The sizes of the kernel's dimensions.
         ins: The dimensions that are summed over.
         outs: The dimensions that become features of the output.
         experts: The dimensions that input and output have too.
@@ -164,7 +162,6 @@ class TensorPlan:
     """Decides for every weight of a model that tensor parallelism has a rule for.
 
     Args:
-        axes: The mesh axes that split weights.
         min_size: A projection without a partner is not split if it has fewer elements.
     """
 

@@ -181,12 +181,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
     if device >= devices:
         raise value_error(
             "A layer or function must be assigned to a logical device of the replica.",
-            received={
-                "assigned": what,
-                "logical device": device,
-                "num_logical_devices": devices,
-                "mesh": dict(strategy.mesh.shape),
-            },
+            received={"assigned": what, "logical device": device, "num_logical_devices": devices},
             fix=f"Assign it to 0 to {devices - 1}.",
         )
     if _keras.in_symbolic_scope():

@@ -188,13 +188,8 @@ class LogicalDevices:
             raise value_error(
                 "The product of partition_dimensions must be the number of logical devices of "
                 f"a replica, {self.number}.",
-                received={
-                    "partition_dimensions": list(partition),
-                    "product": math.prod(partition),
-                    "mesh": dict(self.mesh.shape),
-                },
-                fix="Use all logical devices, or make replicas of "
-                f"{math.prod(partition)} with mesh=DeviceAssignment.build(...).",
+                received={"partition_dimensions": list(partition), "mesh": dict(self.mesh.shape)},
+                fix="Use all logical devices, or build the mesh with DeviceAssignment.build(...).",
             )
         self._entries(partition)
         return partition
@@ -276,11 +271,7 @@ class LogicalDevices:
         if not counted or logical_device_id >= self.number:
             raise value_error(
                 "Logical devices are counted from 0 within their replica.",
-                received={
-                    "logical_device_id": logical_device_id,
-                    "num_logical_devices": self.number,
-                    "mesh": dict(self.mesh.shape),
-                },
+                received={"logical_device_id": logical_device_id},
                 fix=f"Use 0 to {self.number - 1}.",
             )
 

@@ -11,11 +11,7 @@ from keras_tpu_dist import _keras
 
 
 def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Every layer of a model with its path: the names of the layers around it, and its own.
-
-    Args:
-        model: The model, built or not; it comes first.
-    """
+    """Every layer of a model with its path: the names of the layers around it, and its own."""
     own = model.name if path is None else path
     yield own, model
     for layer in _keras.sublayers(model):
@@ -52,9 +48,6 @@ def chosen_by_patterns(
     """The layers that match the rules, and the patterns that match none.
 
     A layer inside another one that matches the same rule is left out.
-
-    Args:
-        rules: From a pattern to any value; the first match counts.
 
     Returns:
         `(path, layer, value)` for every layer, and the patterns.

@@ -108,9 +108,6 @@ class Fingerprints:
     """Gives programs fingerprints, equal for the same equations in the same order.
 
     Functions that are called several times are only examined once.
-
-    Args:
-        of_object: See `Functions`; for objects that gradient rules refer to.
     """
 
     def __init__(self, of_object: Callable[[Any], Hashable] = id):
@@ -118,11 +115,7 @@ class Fingerprints:
         self._known: dict[int, tuple[Any, Hashable]] = {}
 
     def of(self, jaxpr: Any) -> Hashable:
-        """The fingerprint of a program, its constants included.
-
-        Args:
-            jaxpr: A `ClosedJaxpr` or a `Jaxpr`.
-        """
+        """The fingerprint of a program, its constants included."""
         known = self._known.get(id(jaxpr))
         if known is None:
             # The program is stored as well: while it lives, no other object has its id.

@@ -19,11 +19,7 @@ Policy = str | tuple[str, ...]
 
 
 def checked_policy(policy: Any) -> Policy:
-    """Checks a policy, and returns it as a name or a tuple of names.
-
-    Args:
-        policy: A word of `WORDS`, or names in a list or tuple.
-    """
+    """Checks a policy, and returns it as a name or a tuple of names."""
     if isinstance(policy, str) and policy in WORDS:
         return policy
     if isinstance(policy, Sequence) and not isinstance(policy, str):
@@ -34,19 +30,14 @@ def checked_policy(policy: Any) -> Policy:
         f"A remat policy is one of {', '.join(map(repr, WORDS))}, or a list of the names of "
         "layers whose outputs are kept.",
         received={"policy": policy},
-        fix='Write for example remat(layer, "full"), or remat(block, ["attention", "up"]) to '
-        "keep the outputs of the layers with these names.",
+        fix='Write for example remat(layer, "full"), or remat(block, ["attention", "up"]).',
         name=policy if isinstance(policy, str) else None,
         choices=WORDS,
     )
 
 
 def jax_policy(policy: Policy) -> Callable[..., Any]:
-    """The policy as `jax.checkpoint` takes it.
-
-    Args:
-        policy: A checked policy; not `"attention"`, which is no policy of `jax.checkpoint`.
-    """
+    """The policy as `jax.checkpoint` takes it."""
     if policy == "full":
         return jax.checkpoint_policies.nothing_saveable
     if policy == "dots":

@@ -117,11 +117,7 @@ class LayerPolicies:
                 _prepare(layer, policy)
 
     def of(self, layer: Any) -> Policy | None:
-        """The policy for a layer, or `None`.
-
-        Args:
-            layer: A layer of a model that `choose` has seen.
-        """
+        """The policy for a layer, or `None`."""
         return self._chosen.get(layer)
 
 

@@ -146,11 +146,7 @@ class Run:
 
 
 class Tracing:
-    """Records which equations of a program are calls of certain layers.
-
-    Args:
-        keys: From the `id` of a layer to the key that equal layers share.
-    """
+    """Records which equations of a program are calls of certain layers."""
 
     def __init__(self, keys: Mapping[int, Hashable]):
         self.keys = keys
@@ -180,11 +176,7 @@ class Tracing:
 
 
 def is_block(equation: Any) -> bool:
-    """Whether an equation is the call of a block.
-
-    Args:
-        equation: An equation of a program that was traced with `Tracing`.
-    """
+    """Whether an equation is the call of a block."""
     program = equation.params.get("jaxpr")
     if program is None or not str(equation.params.get("name")).startswith(_NAME):
         return False
@@ -216,9 +208,6 @@ def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 def find_runs(jaxpr: Any, notes: Tracing) -> tuple[list[Run], dict[int, str]]:
     """The runs of a program.
-
-    Args:
-        jaxpr: The program, in which no value has two names; see `without_aliases`.
 
     Returns:
         The runs of two blocks or more, and from the `id` of a layer to the reason why its call is

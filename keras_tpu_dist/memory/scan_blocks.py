@@ -36,11 +36,7 @@ mark = _keras.LayerMark("_keras_tpu_dist_scan_blocks", saved=True)
 
 @dataclass(frozen=True, repr=False)
 class ScannedRun(Printed):
-    """Blocks that run as one loop.
-
-    Attributes:
-        paths: Their paths in the model, in the order in which they run.
-    """
+    """Blocks that run as one loop."""
 
     kind: str
     paths: tuple[str, ...]
@@ -226,8 +222,7 @@ def _report_of(model: Any, specs: Any) -> ScanReport:
             jax.make_jaxpr(forward)(values, specs)
         except Exception as error:
             raise value_error(
-                "scan_blocks calls a model once, from shapes alone, to see which layer feeds "
-                "which.",
+                "scan_blocks must be able to call the model, from shapes alone.",
                 received=f"{type(error).__name__}: {error}",
                 fix="Give the model's inputs: scan_blocks(model, inputs=x).",
             ) from error
@@ -248,8 +243,7 @@ def _specs(model: Any, inputs: Any) -> Any:
         raise value_error(
             "scan_blocks needs the inputs of the model's blocks.",
             received={"model": model.name, "inputs": None},
-            fix="The inputs of a subclassed model are not known: give them with "
-            "scan_blocks(model, inputs=x).",
+            fix="Give those of a subclassed model: scan_blocks(model, inputs=x).",
         )
 
     def spec(each):

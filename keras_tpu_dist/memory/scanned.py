@@ -23,9 +23,6 @@ def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:
     With mixed precision, a layer converts its weights and does nothing else with them. If weights
     are converted before they are stacked, they take half the bytes, and so do their gradients.
 
-    Args:
-        positions: The inputs that may be converted.
-
     Returns:
         The program, and the new dtypes of the inputs whose dtype has changed.
     """
@@ -93,11 +90,7 @@ def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a program.
-
-    Attributes:
-        compute: A function from the first to the second.
-    """
+    """A part of a program."""
 
     inputs: list[Any]
     outputs: list[Any]

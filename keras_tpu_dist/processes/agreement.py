@@ -26,7 +26,7 @@ from keras_tpu_dist.processes.assigned import (
     times_of,
 )
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form, encoded
+from keras_tpu_dist.processes.encoding import encoded
 
 # Calls with many steps agree at their start. A call of one batch agrees only once in so many calls,
 # because agreeing takes as long as a small step.
@@ -58,14 +58,7 @@ class Agreed:
 
 @contextlib.contextmanager
 def agreed_call(name: str, model: Any) -> Iterator[None]:
-    """The context of a call that all processes make.
-
-    Args:
-        name: `"fit"`, `"evaluate"`, and so on.
-
-    Raises:
-        PeerError: If they do not.
-    """
+    """The context of a call that all processes make."""
     if name not in _LONG_CALLS:
         yield
         return
@@ -73,7 +66,7 @@ def agreed_call(name: str, model: Any) -> Iterator[None]:
     fix = f"Call model.{name} in all processes, with the same model."
     variables = _keras.state_variables(model) if _keras.is_built(model) else []
     mine = assignments(variables)
-    _check_changes(model, variables, agree(what, fix, mine, DictOf(int), reduce=differ))
+    _check_changes(model, variables, agree(what, fix, mine, reduce=differ))
     with watch.during(what, watch.INSIDE):
         yield
 
@@ -84,9 +77,6 @@ def files_of_one(callbacks: Iterable) -> Iterator[None]:
 
     All processes run all callbacks, because reading a weight may need all of them. The others write
     into a temporary directory, which is deleted.
-
-    Raises:
-        NotImplementedError: On all processes, for a backup.
     """
     moved = []
     with tempfile.TemporaryDirectory() as elsewhere:
@@ -116,25 +106,16 @@ def _check_no_backup(callback: Any) -> None:
 
 
 def compare_changes(model: Any) -> None:
-    """Raises if processes assigned different values to a model's variables since the last check.
-
-    Raises:
-        PeerError: If not all processes call it.
-        ValueError: On all processes, if they did.
-    """
+    """Raises if processes assigned different values to a model's variables since the last check."""
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
     what = f"comparing assigned values of model {model.name!r}"
     mine = assignments(variables)
-    _check_changes(model, variables, agree(what, fix, mine, DictOf(int), reduce=differ))
+    _check_changes(model, variables, agree(what, fix, mine, reduce=differ))
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
-    """Compares assigned values, at every 32nd call with one batch. See `compare_changes`.
-
-    Args:
-        name: The call: `"train_on_batch"`, `"fit"`, and so on.
-    """
+    """Compares assigned values, at every 32nd call with one batch. See `compare_changes`."""
     if name not in _LONG_CALLS:
         agreed.batches_alone += 1
         if not agreed.batches_alone % _BATCHES_BETWEEN and _keras.is_built(model):
@@ -149,14 +130,7 @@ def _check_changes(model: Any, variables: list, different: bool) -> None:
 
 
 def compare_weights(agreed: Agreed, model: Any) -> None:
-    """Raises if processes with the same part of a weight have different values.
-
-    Args:
-        agreed: The agreements about the model; the check is made once.
-
-    Raises:
-        ValueError: On all processes.
-    """
+    """Raises if processes with the same part of a weight have different values."""
     if agreed.weights or not _keras.is_built(model):
         return
     compare_variables(f"model {model.name!r}", _keras.state_variables(model))
@@ -168,30 +142,22 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
 
     Args:
         owner: The owner of the variables, in words that are the same in all processes.
-        variables: The variables, the same in all processes.
         after: Whether they were equal before. If so, whole values are compared; otherwise only
             their first elements, which differ if seeds do.
-
-    Raises:
-        ValueError: On all processes.
     """
     fix = _ASSIGN_EVERYWHERE if after else _BEGIN_ALIKE
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_layout_suffix(v)}" for v in variables]
     what = f"comparing the weights of {owner}"
     parts = _parts(variables, whole=after)
-    if not agree(what, fix, _marks(named, parts), DictOf(str), reduce=parts_differ):
+    if not agree(what, fix, _marks(named, parts), reduce=parts_differ):
         return
     mine = {
         "names": named,
         "parts": parts,
         "times": times_of(variables),
     }
-    form = {"names": ListOf(str), "parts": ListOf(DictOf(int)), "times": ListOf(int)}
-    answers = agree(what, fix, mine, form)
+    answers = agree(what, fix, mine)
     _check_same_variables(named, [answer["names"] for answer in answers])
-    form = {"names": [str] * len(named), "parts": [DictOf(int)] * len(named)}
-    for i, answer in enumerate(answers):
-        check_form(answer, {**form, "times": [int] * len(named)}, where=f"process {i}")
     # Variables that not all processes assigned come first: the others differ because of them.
     all_did = [len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers))]
     parts = [answer["parts"] for answer in answers]

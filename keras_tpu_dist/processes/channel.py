@@ -16,14 +16,7 @@ import jax
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.processes.encoding import (
-    ANYTHING,
-    ListOf,
-    check_form,
-    decoded,
-    encoded,
-    fits,
-)
+from keras_tpu_dist.processes.encoding import MALFORMED, decoded, encoded, malformed
 from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
 _PREFIX = "keras_tpu_dist"
@@ -57,7 +50,6 @@ class Channel:
     """This process's end of the channel.
 
     Args:
-        client: JAX's client of the coordination service.
         why_not: Takes the missing processes and the seconds so far, and returns the reason to stop
             waiting, or `None`.
     """
@@ -77,34 +69,24 @@ class Channel:
         self._calls = 0
 
     def write(self, topic: str, value: Any) -> None:
-        """Writes an entry that all processes can read.
-
-        Args:
-            topic: A name; it replaces this process's earlier entry for it.
-            value: Plain data, for JSON.
-        """
+        """Writes an entry that all processes can read."""
         key = f"{_PREFIX}/{topic}/{self._process_id}"
         self._client.key_value_set(key, encoded(value), allow_overwrite=True)
 
-    def read(self, topic: str, form: Any = ANYTHING) -> dict[int, Any]:
-        """The entry of every process, by its number, without processes that have not written one.
+    def read(self, topic: str) -> dict[int, Any]:
+        """The entries of the processes that have written one, by their numbers."""
+        return {i: decoded(text, where=f"{topic}/{i}") for i, text in self._texts(topic).items()}
 
-        Raises:
-            PeerError: If an entry is anything else.
-        """
-        texts = self._texts(topic)
-        return {i: decoded(text, form, where=f"{topic}/{i}") for i, text in texts.items()}
-
-    def read_valid(self, topic: str, form: Any) -> dict[int, Any]:
-        """Like `read`, but a malformed entry counts as missing and is logged once.
+    def read_valid(self, topic: str, convert: Callable[[Any], Any]) -> dict[int, Any]:
+        """Like `read`, but an entry that cannot be converted counts as missing and is logged once.
 
         The watch uses it: a stranger's entry must not end a run.
         """
         found = {}
         for i, text in self._texts(topic).items():
             try:
-                found[i] = decoded(text, form, where=f"{topic}/{i}")
-            except PeerError:
+                found[i] = convert(decoded(text))
+            except (PeerError, *MALFORMED):
                 log_once(
                     f"a malformed entry {topic!r} of the host channel is ignored; see SECURITY.md",
                     logging.WARNING,
@@ -130,7 +112,6 @@ class Channel:
         what: str,
         fix: str,
         value: Any = None,
-        form: Any = ANYTHING,
         reduce: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
         """Waits until all processes are about to do the same thing.
@@ -140,7 +121,6 @@ class Channel:
 
         Args:
             what: The action, in the same words in all processes: `"fit of model 'a'"`.
-            form: The form of their values. See `encoding.decoded`.
             reduce: Combines the values of all processes to plain data, in process 0. Without it,
                 all processes get the different values.
 
@@ -149,10 +129,10 @@ class Channel:
 
         Raises:
             PeerError: On every process, if one does something else, has ended, does not come, or
-                has an invalid value.
+                `reduce` cannot combine its value.
         """
         self._calls += 1
-        agreement = _Agreement(self, self._calls, what, fix, form, reduce)
+        agreement = _Agreement(self, self._calls, what, fix, reduce)
         return agreement.as_reader(value) if self._process_id else agreement.as_writer(value)
 
     def awaited(self, topic: str, number: int, timeout_s: float) -> str | None:
@@ -189,53 +169,53 @@ class _Agreement:
         number: int,
         what: str,
         fix: str,
-        form: Any,
         reduce: Callable[[list[Any]], Any] | None,
     ):
         self._channel, self._number = channel, number
-        self._what, self._fix, self._form, self._reduce = what, fix, form, reduce
+        self._what, self._fix, self._reduce = what, fix, reduce
         self._wait = _Wait(channel)
 
     def as_reader(self, value: Any) -> Any:
         """The part of a process that reads the verdict."""
         self._enter(value)
-        kind, content = self._verdict("verdict")
-        if kind == _SEND:
-            self._channel.write(self._topic("values"), [value])
-            kind, content = self._verdict("last")
-        if kind == _INVALID:
-            if fits(content, [bool, str]):
+        try:
+            kind, content = self._verdict("verdict")
+            if kind == _SEND:
+                self._channel.write(self._topic("values"), [value])
+                kind, content = self._verdict("last")
+            if kind == _INVALID:
+                if isinstance(content, str):
+                    raise PeerError(content)
                 failed, received = content
                 raise _error(failed, received, self._fix)
-            raise PeerError(str(content))
-        if self._reduce is not None:
-            return content
-        number = self._channel.num_processes
-        return [value] * number if kind == _SAME else self._expanded(content, number)
-
-    def _expanded(self, content: Any, number: int) -> list[Any]:
-        form = [ListOf(self._form), [int] * number]
-        check_form(content, form, where=self._topic("verdict"))
-        values, which = content
-        if not all(0 <= i < len(values) for i in which):
-            check_form(content, None, where=self._topic("verdict"))
-        return [values[i] for i in which]
+            if self._reduce is not None:
+                return content
+            if kind == _SAME:
+                return [value] * self._channel.num_processes
+            values, which = content
+            return [values[i] for i in which]
+        except MALFORMED as error:
+            raise malformed(self._topic("verdict"), f"{error!r:.80}") from error
 
     def as_writer(self, value: Any) -> Any:
         """The part of process 0."""
         self._enter(value)
         try:
             kind, every = self._values(value)
+            if self._reduce is not None:
+                result = content = self._reduce(every)
+            else:
+                result, content = every, None if kind == _SAME else _compact(every)
         except _Disagreement as found:
             self._write_failure([found.failed, found.received])
             raise _error(found.failed, found.received, self._fix) from None
         except PeerError as error:
             self._write_failure(str(error))
             raise
-        if self._reduce is not None:
-            result = content = self._reduce(every)
-        else:
-            result, content = every, None if kind == _SAME else _compact(every)
+        except MALFORMED as error:
+            wrong = malformed(self._topic("entries"), f"{error!r:.80}")
+            self._write_failure(str(wrong))
+            raise wrong from error
         topic = self._topic("last" if kind == _SEND else "verdict")
         self._channel.write(topic, [kind, content])
         return result
@@ -258,7 +238,7 @@ class _Agreement:
         while True:
             text = self._channel.awaited(topic, 0, self._wait.seconds)
             if text is not None:
-                return decoded(text, [str, ANYTHING], where=topic)
+                return decoded(text, where=topic)
             why = self._wait.reason([0])
             if why is not None:
                 raise _error(*self._hopeless({}, [0], why), self._fix)
@@ -266,7 +246,7 @@ class _Agreement:
     def _values(self, value: Any) -> tuple[str, list[Any]]:
         """The kind of verdict, and the values of all processes."""
         channel, number = self._channel, self._channel.num_processes
-        entries = self._gathered(self._topic("entries"), [str, str, (None, [ANYTHING])])
+        entries = self._gathered(self._topic("entries"))
         if self._number > 1:
             # All processes have come here, so all have read the previous verdict.
             channel.forget(f"agree/{self._number - 1}")
@@ -280,24 +260,22 @@ class _Agreement:
         else:
             channel.write(self._topic("verdict"), [_SEND, None])
             channel.write(self._topic("values"), [value])
-            values = self._gathered(self._topic("values"), [ANYTHING])
+            values = self._gathered(self._topic("values"))
             kind, every = _SEND, [values[i][0] for i in range(number)]
-        for i, given in enumerate(every):
-            check_form(given, self._form, where=f"{self._topic('values')}/{i}")
         return kind, every
 
-    def _gathered(self, topic: str, form: Any) -> dict[int, Any]:
+    def _gathered(self, topic: str) -> dict[int, Any]:
         """The entries of all processes, once they are there: two requests, and one for every late
         one."""
-        here = self._channel.read(topic, form)
+        here = self._channel.read(topic)
         missing = self._missing(here)
         while missing:
             text = self._channel.awaited(topic, missing[0], self._wait.seconds)
             if text is not None:
-                here[missing[0]] = decoded(text, form, where=f"{topic}/{missing[0]}")
+                here[missing[0]] = decoded(text, where=f"{topic}/{missing[0]}")
                 missing = missing[1:]
                 continue
-            here = self._channel.read(topic, form)
+            here = self._channel.read(topic)
             missing = self._missing(here)
             why = self._wait.reason(missing) if missing else None
             if why is not None:
@@ -356,11 +334,7 @@ class _Wait:
 
 
 def _error(failed: bool, received: str, fix: str) -> PeerError:
-    """The error for a process.
-
-    Args:
-        fix: The fix of this process's call, for processes that do not do the same.
-    """
+    """The error for a process."""
     if failed:
         rule = "If one process fails, the others end, too, because they would wait for it."
         return PeerError(
@@ -412,12 +386,11 @@ def agree(
     what: str,
     fix: str,
     value: Any = None,
-    form: Any = ANYTHING,
     reduce: Callable[[list[Any]], Any] | None = None,
 ) -> Any:
     """Waits for all processes; with one process it returns at once. See `Channel.agree`."""
     if _open is None:
         _opener()
     if _open is not None:
-        return _open.agree(what, fix, value, form, reduce)
+        return _open.agree(what, fix, value, reduce)
     return [value] if reduce is None else reduce([value])

@@ -30,11 +30,9 @@ class Preemption:
     at which to stop.
 
     Args:
-        listens: Whether to listen; otherwise SIGTERM is left to others.
         grace_s: The seconds after the first signal in which further ones are delayed too.
 
     Attributes:
-        listens: As given.
         noted: Whether the signal came, and was not passed on yet.
     """
 

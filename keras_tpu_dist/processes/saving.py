@@ -21,11 +21,7 @@ _FIX = (
 
 
 def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
-    """Writes a file of a model: only in process 0, if several processes have parts of the weights.
-
-    Raises:
-        PeerError: If it fails in another process, or not all of them save.
-    """
+    """Writes a model's file: only in process 0, if several processes have parts of the weights."""
     if not any(_on_several_hosts(v) for v in model.variables):
         return stock(model, filepath, *args, **kwargs)
     agree(f"saving model {model.name!r} to {filepath}", _FIX)
@@ -41,7 +37,7 @@ def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) ->
             # It is raised below, once the others know: they wait for this process.
             error = caught
     reason = None if error is None else f"{type(error).__name__}: {error}"
-    answers = agree("saved", _FIX, reason, (None, str))
+    answers = agree("saved", _FIX, reason)
     if error is not None:
         raise error
     failed = [f"process {i}: {reason}" for i, reason in enumerate(answers) if reason]

@@ -100,8 +100,7 @@ def initialize(
         raise runtime_error(
             "initialize() must run before JAX starts.",
             received=f"a call after JAX started on {len(jax.local_devices())} device(s).",
-            fix="Call ktd.initialize() right after the imports, before the first array, model "
-            "or jax.devices().",
+            fix="Call ktd.initialize() right after the imports.",
         )
     with _Deadline(timeout_s, given):
         try:
@@ -270,9 +269,6 @@ def _check_same(given: tuple) -> None:
     if any(new not in (None, old) for new, old in zip(given, started)):
         raise runtime_error(
             "A process can be initialized only once.",
-            received={
-                **dict(zip(_ARGUMENTS, given)),
-                "initialized as": dict(zip(_ARGUMENTS, started)),
-            },
+            received=dict(zip(_ARGUMENTS, given)) | {"initialized as": started},
             fix="Leave the second call out.",
         )

@@ -29,7 +29,6 @@ from keras_tpu_dist.processes.channel import (
     Absence,
     Channel,
 )
-from keras_tpu_dist.processes.encoding import DictOf, ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -47,10 +46,6 @@ _LONGEST_UNHEARD_S = 300.0
 #   LEFT:           the same, but in a launch soon: the other was in the same call, and never comes.
 # A live process is waited for, unless it is STUCK in a place that this one is not at (`why_not`).
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
-# The form of a process's entries: [number of entries, its position, the level]; its end, as an
-# `Absence`; the numbers of the processes whose end it has read. Process 0 adds the ends of others.
-_ALIVE, _GONE, _READ = [int, str, (int, bool)], [str, str], ListOf(int)
-_BOARD = [*_ALIVE, DictOf(_GONE)]
 # How many ended processes process 0 reports; the first ones are the cause for the others.
 _MOST_REPORTED = 8
 # Characters of an error's text; the process's own output has all of it.
@@ -134,10 +129,6 @@ class Watch:
     def launched(self, output: jax.Array | None) -> None:
         """Records a launch: until its output is ready, this process may wait for the others'
         launches.
-
-        Args:
-            output: An output of the program, small because it is kept until the next launch; `None`
-                if there is none.
         """
         self._output = output
 
@@ -193,7 +184,7 @@ class Watch:
         """Waits until so many processes have read how this one, or another, ended."""
         # If this is process 0, the coordinator ends with it, and unread entries are lost.
         end = time.monotonic() + 3 * self._beat_s + _GRACE_S
-        while time.monotonic() < end and len(self._channel.read_valid("read", _READ)) < others:
+        while time.monotonic() < end and len(self._channel.read_valid("read", list)) < others:
             time.sleep(0.05)
         if not self._process_id:
             # Without the coordinator, JAX would abort the others before they end by themselves.
@@ -229,7 +220,9 @@ class Watch:
         if self._process_id:
             self._channel.write("alive", [self._beats, self._where, self._level])
         if self._reads_all:
-            self._listen(self._channel.read_valid("alive", _ALIVE), self._others)
+            # Process 0 has an entry of its own.
+            others = [i for i in range(1, self._num_processes) if i != self._process_id]
+            self._listen(self._channel.read_valid("alive", _alive), others)
         else:
             self._listen(*self._board())
         self._gone.update(self._read_ends() if self._reads_all else self._ends_of_others())
@@ -255,26 +248,21 @@ class Watch:
     def _reads_all(self) -> bool:
         return not self._process_id or 0 in self._gone
 
-    @property
-    def _others(self) -> list[int]:
-        """The processes that write for this one: all except process 0, which has its own entry."""
-        return [i for i in range(1, self._num_processes) if i != self._process_id]
-
     def _board(self) -> tuple[dict[int, Any], list[int]]:
         """The last entry of process 0 about itself; also records the ends of other processes."""
-        board = self._channel.read_valid("board", _BOARD)
-        entry = board.get(0, [0, "", OUTSIDE, {}])
+        board = self._channel.read_valid("board", _board)
+        alive, ends = board.get(0, ((0, "", OUTSIDE), {}))
         numbers = {str(i): i for i in range(self._num_processes)}
-        self._reported = {numbers[i]: Absence(*end) for i, end in entry[3].items() if i in numbers}
-        return {i: entry[:3] for i in board if i == 0}, [0]
+        self._reported = {numbers[i]: end for i, end in ends.items() if i in numbers}
+        return {i: alive for i in board if i == 0}, [0]
 
     def _read_ends(self) -> dict[int, Absence]:
         """How processes ended: by their own entries, or by the report of process 0."""
         if not self._reads_all:
             self._board()
             return self._ends_of_others()
-        gone = self._channel.read_valid("gone", _GONE)
-        return {i: Absence(*end) for i, end in gone.items() if i != self._process_id}
+        gone = self._channel.read_valid("gone", _absence)
+        return {i: end for i, end in gone.items() if i != self._process_id}
 
     def _ends_of_others(self) -> dict[int, Absence]:
         return {i: end for i, end in self._reported.items() if i != self._process_id}
@@ -315,6 +303,23 @@ class Watch:
         later_s = 0.0 if self._process_id else 2 * self._beat_s
         if not self._ends.wait(_GRACE_S + later_s):
             _exit(EXIT_PEER)
+
+
+def _alive(entry: Any) -> tuple[int, str, int]:
+    """An entry of a process: the number of its entries, its position, and how deep it is."""
+    beats, where, level = entry
+    return int(beats), str(where), int(level)
+
+
+def _absence(entry: Any) -> Absence:
+    kind, words = entry
+    return Absence(str(kind), str(words))
+
+
+def _board(entry: Any) -> tuple[tuple[int, str, int], dict[str, Absence]]:
+    """The entry of process 0 with the ends of others, by their numbers."""
+    *alive, ends = entry
+    return _alive(alive), {i: _absence(end) for i, end in ends.items()}
 
 
 def _call(where: str) -> str:
@@ -364,12 +369,7 @@ def launched(outputs: Any) -> None:
 
 @contextlib.contextmanager
 def during(what: str, inside: int) -> Iterator[None]:
-    """The context of a call that all processes make, for the others' errors.
-
-    Args:
-        what: The call, in words that are the same everywhere.
-        inside: See `Watch.at`.
-    """
+    """The context of a call that all processes make, for the others' errors."""
     outer = at(f"in {what}", inside)
     try:
         yield

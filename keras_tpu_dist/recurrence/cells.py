@@ -24,7 +24,6 @@ class Activation:
     """An element-wise activation and its derivative.
 
     Args:
-        function: Maps `(..., units)` to the same shape, element by element.
         slope: The derivative written in terms of the activation's output, or None if it needs the
             input; then it is obtained with one `jax.jvp`.
     """
@@ -38,11 +37,7 @@ class Activation:
         return self.function(x)
 
     def with_slope(self, x: Array) -> tuple[Array, Array]:
-        """The activation of `x` and its derivative there.
-
-        Args:
-            x: The activation's input, `(..., units)`.
-        """
+        """The activation of `x` and its derivative there."""
         if self.slope is not None:
             y = self.function(x)
             return y, self.slope(y)
@@ -79,11 +74,7 @@ class Product:
     sum_by_product: bool = False
 
     def weight(self, weight: Array) -> Array:
-        """A weight, rounded once for many products.
-
-        Args:
-            weight: The weight, of any shape, or an input that products read.
-        """
+        """A weight, rounded once for many products."""
         return weight if self.dtype is None else weight.astype(self.dtype)
 
     def __call__(self, rows: Array, weight: Array) -> Array:
@@ -209,11 +200,7 @@ def split(x: Array, parts: int) -> list[Array]:
 
 
 def join(*parts: Array) -> Array:
-    """Joins along the last axis.
-
-    Args:
-        *parts: Arrays `(..., width)`, which may differ in width only.
-    """
+    """Joins along the last axis."""
     return jnp.concatenate(parts, axis=-1)
 
 
@@ -236,9 +223,6 @@ class OneProduct:
 
     def joined(self, weights) -> Any:
         """The weight for a single product with `join(x, h)`, and its bias.
-
-        Args:
-            weights: The `Weights` of one direction, as they are given.
 
         Returns:
             `(features + units, columns)`, the columns of the input's kernel first; and `(columns,)`

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State, join
 from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 
@@ -40,7 +39,6 @@ class Loop:
     """How a recurrence runs: everything that is known before the arrays.
 
     Args:
-        product: How matrix products are computed.
         sequences: Whether to return the states after all steps, or only the last.
         directions: 2 to run a forward and a backward recurrence in the same loop.
         keep: Whether the backward pass gets the activations' inputs from the forward pass (more
@@ -49,8 +47,6 @@ class Loop:
             or step by step inside. Two directions need it before.
         segment: Number of steps that are projected, run and differentiated together, or None for
             all. Only the states between segments are kept; the backward pass recomputes the rest.
-        unroll: Steps per iteration of the compiled loop.
-        kernel: The kernel for the loop on TPU, or None for a compiled loop.
         unrolled: Whether there is no loop, and every step has separate arrays. In this case
             `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
         pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
@@ -70,21 +66,6 @@ class Loop:
     kernel: Kernel | None = None
     unrolled: bool = False
 
-    def __post_init__(self):
-        if self.directions == 2 and self.segment is not None:
-            raise value_error(
-                "Two directions in one loop cannot be cut into segments, because they meet "
-                "the segments in opposite order.",
-                received={"directions": self.directions, "segment": self.segment},
-                fix="Run the directions one after the other.",
-            )
-        if self.directions == 2 and self.unrolled:
-            raise value_error(
-                "Two directions can only run together in a loop.",
-                received={"directions": self.directions, "unrolled": True},
-                fix="Run the directions one after the other.",
-            )
-
     @property
     def early(self) -> bool:
         """Whether the backward pass computes its coefficients before its loop, for all steps.
@@ -100,9 +81,6 @@ class Loop:
 
         By default, the TPU compiler puts `(time, batch, gates)` batch-major into memory, because
         that suits the projection's product. Then every step reads eight times its bytes.
-
-        Returns:
-            The same arrays, constrained if `pin_layout`.
         """
         if not self.pin_layout:
             return tree
@@ -136,11 +114,7 @@ def ready(loop: Loop, weights: Weights) -> Weights:
 
 
 def flip_second(x):
-    """Reverses time for the second direction of `(time, 2, batch, ...)`.
-
-    Args:
-        x: `(time, 2, batch, ...)`.
-    """
+    """Reverses time for the second direction of `(time, 2, batch, ...)`."""
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
 
 
@@ -149,7 +123,6 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
 
     Args:
         x: `(time, batch, features)`, or `(batch, features)` for one step of one direction.
-        weights: The weights as `ready` returns them.
 
     Returns:
         The projection with its bias. With two directions it is `(time, 2, batch, gates * units)`,
@@ -170,11 +143,7 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
 
 
 def mask_for(loop: Loop, mask):
-    """A mask for the loop: kernels cannot hold booleans in memory.
-
-    Args:
-        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, or None.
-    """
+    """A mask for the loop: kernels cannot hold booleans in memory."""
     return mask if mask is None or loop.kernel is None else mask.astype(jnp.int32)
 
 
@@ -351,8 +320,6 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     """All steps backwards, then one product for every weight.
 
     Args:
-        saved: The saved values of `run`.
-        mask: See `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
 

@@ -16,12 +16,7 @@ from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
 
 
 def check_unroll(unroll: bool | int) -> bool | int:
-    """Raises a `ValueError` for an invalid `unroll`.
-
-    Args:
-        unroll: True for all steps, False to leave the number open, or the number of steps in one
-            iteration of the compiled loop.
-    """
+    """Raises a `ValueError` for an invalid `unroll`."""
     if isinstance(unroll, bool):
         return unroll
     if not is_count(unroll, 1):
@@ -111,11 +106,7 @@ class Sizes:
 
 
 def padded(size: int) -> int:
-    """The next multiple of a tile's width.
-
-    Args:
-        size: Number of values side by side, such as units or features.
-    """
+    """The next multiple of a tile's width."""
     return -(-size // LANES) * LANES
 
 
@@ -127,9 +118,6 @@ def need(
     Weights are stored once, or twice without `reread`. States and the blocks of all other arrays
     are stored twice, because one is computed while the next arrives. The values of a step, with
     those spilled from registers, count four times.
-
-    Args:
-        reread: See `Kernel`.
     """
     rows = -(-sizes.batch // (parts * TILE_ROWS)) * TILE_ROWS
     units, features = padded(sizes.units), padded(sizes.features or 1)
@@ -208,11 +196,7 @@ class Variant(Printed):
     """A choice for one layer on one device, with its reason.
 
     Args:
-        keep: Whether the forward pass keeps the activations' inputs.
-        hoist: Whether the input of all steps is projected before the loop.
         segment: Steps between states that are kept, or None for all steps.
-        kernel: The kernel for the loop, or None for a compiled loop.
-        unrolled: Whether there is no loop, and every step has separate arrays.
     """
 
     keep: bool

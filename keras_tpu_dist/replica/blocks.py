@@ -18,15 +18,7 @@ def own_replicas(strategy: Strategy) -> tuple[int, ...]:
 
 
 def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax.Array]:
-    """The parts of an array on this process's devices, by the number of their replica.
-
-    Args:
-        array: An array that is split over the strategy's data axes; of a sequence, over the
-            sequence axis as well.
-
-    Raises:
-        RuntimeError: If a replica's part is not completely in this process.
-    """
+    """The parts of an array on this process's devices, by the number of their replica."""
     shape = list(array.shape)
     shape[axis] //= strategy.num_replicas_in_sync
     parts = strategy.placer.own_parts
@@ -57,21 +49,12 @@ def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def every_block(array: jax.Array, axis: int, strategy: Strategy) -> list[np.ndarray]:
-    """All replicas' parts of an array on the host, in all processes.
-
-    Raises:
-        PeerError: If not all processes read it.
-    """
+    """All replicas' parts of an array on the host, in all processes."""
     return np.split(whole(array), strategy.num_replicas_in_sync, axis)
 
 
 def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax.Array:
-    """Joins host arrays of one shape into one array, each block on the devices of its replica.
-
-    Args:
-        blocks: The arrays by the number of their replica, at least for the replicas of this
-            process.
-    """
+    """Joins host arrays of one shape into one array, each block on the devices of its replica."""
     hosts = {replica: np.asarray(block) for replica, block in blocks.items()}
     first = next(iter(hosts.values()))
     dtype = jax.dtypes.canonicalize_dtype(first.dtype)

@@ -29,7 +29,6 @@ class Leaf:
         constant: Whether it is not an array, and so part of the program's key.
         rows: The dimension of `value` that holds the replica's rows, with a dynamic batch.
         length: The dimension of `value` that is padded to a bucket.
-        source: The per-replica value whose array is `value`.
         generator: The generator, if `value` is the data of a key of `jax.random`.
         layout: The layout of an array that axes other than those of the rows split, such as a
             sequence's.
@@ -80,7 +79,6 @@ class Call:
     """The arguments of one call, ready for a program.
 
     Attributes:
-        treedef: The structure of `(args, kwargs)`.
         rows: The true number of rows of every replica, with a dynamic batch.
     """
 
@@ -136,15 +134,14 @@ class Call:
         return Call(self.treedef, leaves, self.rows, self.length)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
-        """`(args, kwargs)` with other arrays.
-
-        Args:
-            arrays: One for every leaf that is not constant, in the order of the leaves.
-        """
+        """`(args, kwargs)` with other arrays."""
         given = iter(arrays)
+        leaves = [leaf.value if leaf.constant else next(given) for leaf in self.leaves]
         leaves = [
-            leaf.value if leaf.constant else _as_key(next(given), leaf.generator)
-            for leaf in self.leaves
+            value
+            if leaf.generator is None
+            else jax.random.wrap_key_data(value, impl=leaf.generator)
+            for leaf, value in zip(self.leaves, leaves, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -168,19 +165,10 @@ def is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def _as_key(data: Any, generator: Any) -> Any:
-    return data if generator is None else jax.random.wrap_key_data(data, impl=generator)
-
-
 def prepare(
     args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions, strategy: Strategy
 ) -> Call:
-    """Sorts and pads the arguments of a call.
-
-    Args:
-        kwargs: The keyword arguments, whose lengths are never padded to a bucket.
-        options: The sizes that may vary, and are padded.
-    """
+    """Sorts and pads the arguments of a call."""
     flat, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
     axes: list[int | None] = []
     if options.buckets is not None:
@@ -214,9 +202,8 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
         raise value_error(
             "All replicas must have equally many rows.",
             received={"rows of each replica": value.sizes[uneven[0]]},
-            fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads the "
-            "rows and gives the function the true number (context.batch_size, "
-            "context.batch_mask); or drop the remainder of the dataset.",
+            fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads the rows, "
+            "or drop the remainder of the dataset.",
         )
     rows = None
     if options.dynamic_batch:
@@ -311,8 +298,7 @@ def _checked_constant(value):
         raise type_error(
             "An iterator over a distributed dataset must be an argument by itself.",
             received="an iterator within a list or a dict.",
-            fix="Write strategy.run(fn, args=(iterator,), steps=8), and take the batch apart "
-            "in fn.",
+            fix="Write strategy.run(fn, args=(iterator,)), and take the batch apart in fn.",
         )
     if isinstance(value, keras.Variable):
         return value
@@ -348,9 +334,7 @@ def _common_length(flat: list, axes: list) -> int:
         raise value_error(
             "All inputs that are padded to a bucket must have one length.",
             received={"lengths": lengths},
-            fix="Set the dimension that varies with RunOptions(axis=...): an integer, or a "
-            "structure like args with None for arrays without a length, such as axis=(1, "
-            "None).",
+            fix="Set the dimension that varies for every argument: RunOptions(axis=(1, None)).",
         )
     return lengths[0]
 

@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count, known_words
-from keras_tpu_dist.common.errors import message, runtime_error, value_error
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
 from keras_tpu_dist.training.protocol import Strategy
@@ -186,32 +186,6 @@ class ReplicaContext(TensorFlowNames):
 
         return jax.tree.map(gather, value)
 
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Not available: raises `NotImplementedError` and says what to write instead.
-
-        All replicas run as one compiled program, so there is no second, cross-replica thread to
-        switch to. Every replica can itself compute what `merge_fn` would compute from the values of
-        all replicas.
-
-        Args:
-            merge_fn: The function to call with all replicas' values; the error names it.
-            args: Its arguments, which are ignored.
-            kwargs: Its keyword arguments, which are ignored.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            message(
-                "There is no cross-replica context inside strategy.run: the replicas are one "
-                "program.",
-                received={"merge_fn": getattr(merge_fn, "__name__", merge_fn)},
-                fix='Write context.all_reduce("sum", value) or context.all_gather(value, axis=0) '
-                "and compute on their results in place; or return the values and use "
-                "strategy.reduce or strategy.gather after run.",
-            )
-        )
-
     def _own_part(self, value: Any) -> Any:
         """What this replica adds to the result of a sum or a mean; `None` for other values."""
         result, op, own = self._reduced.get(id(value), (None, "", None))
@@ -268,8 +242,7 @@ def get_replica_context() -> ReplicaContext:
         raise runtime_error(
             "There is a replica context only inside a function run by strategy.run.",
             received="a call to get_replica_context() outside of it.",
-            fix="Call it within fn of strategy.run(fn, ...); outside, ask the strategy: "
-            "strategy.num_replicas_in_sync, strategy.reduce, strategy.gather.",
+            fix="Outside, use strategy.num_replicas_in_sync, strategy.reduce, strategy.gather.",
         )
     return _running.context
 
@@ -325,17 +298,12 @@ _keras.give_to_calls(_numbers, _with_numbers)
 
 
 def checked_axis(name: str, axis: Any, rank: int) -> int:
-    """A dimension of an array, counted from the front.
-
-    Args:
-        axis: The dimension; a negative one counts from the end.
-    """
+    """A dimension of an array, counted from the front."""
     if not is_count(axis, -rank) or axis >= rank:
         raise value_error(
             f"{name} joins or reduces along a dimension of a replica's value.",
             received={"axis": axis, "rank": rank},
-            fix="Give an integer below the rank; a scalar needs x[None] first, or axis=None "
-            "in reduce.",
+            fix="Give an integer below the rank; a scalar needs x[None] first.",
         )
     return axis % rank
 

@@ -89,10 +89,8 @@ class InputContext:
         if global_batch_size % self.num_replicas_in_sync:
             raise value_error(
                 "The global batch size must be divisible by the number of replicas.",
-                received={
-                    "global_batch_size": global_batch_size,
-                    "num_replicas_in_sync": self.num_replicas_in_sync,
-                },
+                received={"global_batch_size": global_batch_size}
+                | {"num_replicas_in_sync": self.num_replicas_in_sync},
                 fix="Choose a multiple of it; distribute_dataset takes batches of any size.",
             )
         return global_batch_size // self.num_replicas_in_sync
@@ -251,8 +249,7 @@ class DistributedDataset(TensorFlowNames):
                 "A generator cannot go back to the position of a checkpoint.",
                 received=f"a dataset over an iterator, of which {made} batches were used, and "
                 f"a checkpoint after {wanted}.",
-                fix="Distribute batches that can be read again (arrays, a list, a "
-                "keras.utils.PyDataset, a tf.data.Dataset), or leave the dataset out of "
+                fix="Distribute batches that can be read again, or leave the dataset out of "
                 "LoopCheckpoint, to go on with the generator's next batch.",
             )
 
@@ -323,7 +320,6 @@ class DistributedIterator(TensorFlowNames):
         """The batches of the next launch.
 
         Args:
-            steps: The number of steps that may run.
             alike: Whether to stack batches of one shape, to launch them together.
 
         Returns:
@@ -479,7 +475,9 @@ def _bucketed(batch: Any, options: RunOptions) -> tuple[Any, list[tuple[int, int
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [np.asarray(leaf) for leaf in leaves]
     ranks = [leaf.ndim for leaf in leaves]
-    axes = options.axes((batch,), ranks) if _one_entry(options) else options.axes(batch, ranks)
+    # `axis` may describe `args` with one element, the batch, as in `run(fn, (batch,))`.
+    one = not isinstance(options.axis, tuple) or len(options.axis) == 1
+    axes = options.axes((batch,) if one else batch, ranks)
     padded = [
         leaf if axis is None else pad_host(leaf, axis, options, "a batch")
         for leaf, axis in zip(leaves, axes, strict=True)
@@ -489,11 +487,6 @@ def _bucketed(batch: Any, options: RunOptions) -> tuple[Any, list[tuple[int, int
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
     return jax.tree.unflatten(treedef, padded), lengths
-
-
-def _one_entry(options: RunOptions) -> bool:
-    """Whether `axis` describes `args` with one element, the batch, as in `run(fn, (batch,))`."""
-    return not isinstance(options.axis, tuple) or len(options.axis) == 1
 
 
 def check_attached(strategy: Strategy, what: str) -> None:
@@ -510,18 +503,13 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 "Replica code runs in one process, or in all of them.",
                 received=f"{what} on a mesh of {strategy.num_hosts} of {jax.process_count()} "
                 "processes.",
-                fix="Build the strategy on all devices, or on this process's: "
-                "TPUStrategy(devices=jax.local_devices()).",
+                fix="Build the strategy on all devices, or on jax.local_devices().",
             )
         )
 
 
 def in_groups(batches: Iterator, number: int) -> Iterator[list]:
-    """Batches in lists of `number`; the last list may be shorter.
-
-    Args:
-        batches: Yields one batch after the other, each for one replica.
-    """
+    """Batches in lists of `number`; the last list may be shorter."""
     group: list = []
     for batch in batches:
         group.append(copied(batch))
@@ -535,11 +523,7 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
 def in_step(
     batches: Callable[[], Iterator], placer: BatchPlacer, own: OwnInput | None
 ) -> Callable[[], Iterator]:
-    """A function that starts an iteration whose steps run in all processes together.
-
-    Args:
-        own: How the processes agree on their rows; `None` if all have the same.
-    """
+    """A function that starts an iteration whose steps run in all processes together."""
     if own is not None:
         # Batches are read ahead, and a source may write the next batch into the same arrays.
         return lambda: own.agreed(map(copied, batches()), None, may_be_empty=True)
@@ -560,7 +544,6 @@ def batches_of(
         dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to divide.
         batch_size: The rows of a batch, if `dataset` is arrays (the last batch may have fewer);
             `None` for an iterable of batches.
-        placer: The strategy's placer, which knows the batch dimension of every array.
         own: Given if arrays are this process's rows, of which it provides its part of `batch_size`,
             and may have none.
     """
@@ -570,8 +553,7 @@ def batches_of(
             "A dataset to distribute is an iterable of global batches, or arrays with a "
             "batch_size.",
             received={"dataset": type(dataset).__name__, "batch_size": batch_size},
-            fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset("
-            "batches) with anything that yields one batch after the other.",
+            fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset(batches).",
         )
     if batch_size is not None:
         return _cut(dataset, batch_size, placer, own)
@@ -651,9 +633,6 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     Args:
         parts: One batch for every replica, in order; or one `ShardBatch` for every replica of a
             process. Batches of the last replicas may be missing.
-
-    Returns:
-        The structure of a batch, with a `PerReplica` instead of every array.
     """
     return jax.tree.map(lambda parts: parts.placed(strategy), _host_parts(parts, strategy))
 
@@ -753,9 +732,6 @@ def _check_alike(arrays: list, axis: int | None) -> None:
     if len(kinds) > 1:
         raise value_error(
             "The batches of one step must have one dtype, and one shape apart from their rows.",
-            received={
-                "shapes": [a.shape for a in arrays],
-                "dtypes": sorted({str(a.dtype) for a in arrays}),
-            },
+            received={"arrays": [f"{a.dtype}{a.shape}" for a in arrays]},
             fix="Pad or cast the arrays.",
         )

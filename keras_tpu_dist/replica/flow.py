@@ -20,11 +20,7 @@ _COMBINING = ("psum", "pmax", "pmin", "all_gather")
 
 
 def shard_map_body(jaxpr: Any) -> Any:
-    """The program of one replica inside of a traced `jax.shard_map`, or `None`.
-
-    Args:
-        jaxpr: The traced function, whose own equations include the `jax.shard_map`.
-    """
+    """The program of one replica inside of a traced `jax.shard_map`, or `None`."""
     for equation in opened(jaxpr).eqns:
         if equation.primitive.name == "shard_map":
             return opened(equation.params["jaxpr"])

@@ -23,11 +23,7 @@ Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 
 class Launches:
-    """The launches of one pass over a dataset, as `strategy.loop` makes them.
-
-    Args:
-        alike: Whether batches of one shape are launched together.
-    """
+    """The launches of one pass over a dataset, as `strategy.loop` makes them."""
 
     def __init__(
         self,
@@ -112,11 +108,7 @@ def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIter
 
 
 def iterator_over(dataset: Any) -> DistributedIterator:
-    """An iterator over the dataset of `strategy.loop`.
-
-    Args:
-        dataset: A `DistributedDataset`, or an iterator over one, which continues.
-    """
+    """An iterator over the dataset of `strategy.loop`."""
     if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise type_error(
             "strategy.loop iterates over a distributed dataset.",
@@ -161,8 +153,7 @@ def _joined(values: Sequence[PerReplica], steps: tuple[int, ...]) -> PerReplica:
         raise value_error(
             'outputs="all" joins values of one shape.',
             received={"shapes": sorted({shape for shape, _ in forms}), "steps": sum(steps)},
-            fix='Take outputs="last", return values that do not depend on the rows of a '
-            "batch, or iterate over strategy.loop, which returns the results of every launch.",
+            fix='Take outputs="last", or iterate over strategy.loop.',
         )
     first, single = values[0], tuple(n == 1 for n in steps)
     array = _concatenate([v.array for v in values], single, first.strategy.placer.by_replica)

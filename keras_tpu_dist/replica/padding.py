@@ -40,11 +40,7 @@ def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct
 
 
 def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
-    """The padded size of the dimension that holds the rows or the length.
-
-    Args:
-        kind: `"rows"` or `"length"`.
-    """
+    """The padded size of the dimension that holds the rows or the length."""
     for array, place in zip(arrays, places, strict=True):
         axis = getattr(place, kind)
         if axis is not None:
@@ -54,42 +50,28 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
 
 @contextlib.contextmanager
 def takes_any(kind: str, size: int) -> Iterator[None]:
-    """A context in which a function is traced with twice as many rows, or twice the length.
-
-    Args:
-        size: The padded number of them.
-    """
+    """A context in which a function is traced with twice as many rows, or twice the length."""
     try:
         yield
     except Exception as error:
         raise value_error(
-            f"If the number of {kind} varies, the function is also traced with twice as many, "
-            "to see which dimensions of its results follow.",
+            f"If the number of {kind} varies, the function must take twice as many.",
             received=f"padded {kind}={size}; with {2 * size}: {type(error).__name__}: {error}",
-            fix="Let the function, and models in it, accept any number: keras.Input((None,)), "
-            "reshape(-1, n); or pad the arrays to the one size yourself.",
+            fix="Accept any number: keras.Input((None,)), reshape(-1, n).",
         ) from error
 
 
 def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) -> list[int]:
-    """The dimensions of a result that are the padded rows, or the padded length.
-
-    Args:
-        size: Their padded number.
-        first: The result's shape.
-        second: Its shape with twice as many.
-    """
+    """The dimensions of a result that are the padded rows, or the padded length."""
     axes = []
     for axis, (a, b) in enumerate(zip(first, second, strict=True)):
         if a == b:
             continue
         if (a, b) != (size, 2 * size):
             raise value_error(
-                f"If a dimension of a result depends on the padded {kind}, it must be equal "
-                "to it, so that it can be cut back.",
+                f"If a dimension of a result depends on the padded {kind}, it must be equal to it.",
                 received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
-                fix="Return a value that does not depend on it (a masked sum), or pad and "
-                "cut in your own code without this option.",
+                fix="Return a value that does not depend on it, such as a masked sum.",
             )
         axes.append(axis)
     return axes

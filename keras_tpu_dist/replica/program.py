@@ -18,7 +18,6 @@ from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.programs.partitioner import Jitted
 from keras_tpu_dist.replica.accumulation import OwnSums
 from keras_tpu_dist.replica.advice import add_advice, check_no_graph
@@ -68,11 +67,7 @@ class _Record:
 
 
 class _Known:
-    """Variables that are inputs: shared by all replicas, or with a copy in each.
-
-    Args:
-        consumed: The `id`s of the variables whose arrays the program overwrites.
-    """
+    """Variables that are inputs: shared by all replicas, or with a copy in each."""
 
     def __init__(self, variables: list, consumed: set[int]):
         shared, self.own = apart(variables)
@@ -87,7 +82,6 @@ class _Scan:
 
     Attributes:
         stepped: For every array of the arguments, whether it differs from step to step.
-        every: Whether to return the results of all steps, or of the last one.
     """
 
     steps: int
@@ -138,7 +132,8 @@ class ReplicaProgram:
         self._checked_padding = False
         self._launched: set[Any] = set()
         self._scans: dict[_Scan, Any] = {}
-        self._name = _name_of(function())
+        name = getattr(function(), "__name__", type(function()).__name__)
+        self._name = f"strategy.run of {name!r}"
         _check_call(self._name, call, strategy)
         # The arguments of later calls arrive as arrays alone.
         self._form = Call(call.treedef, [_form(leaf) for leaf in call.leaves])
@@ -159,7 +154,6 @@ class ReplicaProgram:
         """Runs the program and assigns the variables it updated.
 
         Args:
-            call: The arguments, with the same `key` as those of the first call.
             every: Whether to return the results of all steps, stacked, or of the last one.
         """
         if call.check_padding and not self._checked_padding and call.padded:
@@ -575,29 +569,19 @@ def _as_output(leaf) -> jax.Array:
             "A function run by strategy.run returns arrays, numbers, None, or a structure of "
             "those.",
             received=f"a {type(leaf).__name__}: {leaf!r}.",
-            fix="Return only arrays (for a key, jax.random.key_data(key)), and handle other "
-            "objects outside of the function.",
+            fix="Return only arrays (for a key, jax.random.key_data(key)).",
         )
     return jnp.asarray(leaf)
-
-
-def _name_of(function: Callable) -> str:
-    """The name of a run of a replica function, for errors."""
-    return f"strategy.run of {getattr(function, '__name__', type(function).__name__)!r}"
 
 
 def _check_call(what: str, call: Call, strategy: Strategy) -> None:
     """Checks that all processes run the same function with the same shared arguments.
 
     Checked once for every program, since agreeing takes as long as a small step.
-
-    Raises:
-        PeerError: On all processes, if they do not run the same function.
-        ValueError: On all processes, if its arguments differ.
     """
     if strategy.placer.is_local:
         return
-    answers = agree(what, _FIX, [_leaf_text(leaf) for leaf in call.leaves], ListOf(str))
+    answers = agree(what, _FIX, [_leaf_text(leaf) for leaf in call.leaves])
     mine = answers[jax.process_index()]
     for i, theirs in enumerate(answers):
         if theirs != mine:
@@ -607,8 +591,7 @@ def _check_call(what: str, call: Call, strategy: Strategy) -> None:
                 "All processes must run a function with the same arguments.",
                 received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
                 f"{jax.process_index()} and {there} in process {i}.",
-                fix="Pass values that differ as a per-replica value: "
-                "strategy.distribute_values_from_function or a distributed dataset.",
+                fix="Pass values that differ with strategy.distribute_values_from_function.",
             )
 
 
@@ -629,7 +612,7 @@ def _all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) -
     )
     if strategy.placer.is_local:
         return same
-    return all(agree(f"the padding of {what}", _FIX, same, bool))
+    return all(agree(f"the padding of {what}", _FIX, same))
 
 
 def _own_parts(array: Any) -> list:

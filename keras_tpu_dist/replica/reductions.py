@@ -43,11 +43,7 @@ def checked_reduction(op: Any) -> str:
 
 
 def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, ...] = ()) -> Any:
-    """An array reduced over some of its dimensions, over replicas, or over both.
-
-    Args:
-        op: A name of `REDUCTIONS`.
-    """
+    """An array reduced over some of its dimensions, over replicas, or over both."""
     array = jnp.asarray(array)
     wide, result = dtypes_of(op, array.dtype)
     array = array.astype(wide)

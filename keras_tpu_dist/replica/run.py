@@ -147,8 +147,7 @@ class ReplicaCode:
             by_name = self._programs.get(owner)
         except TypeError as error:
             raise type_error(
-                "strategy.run caches programs as long as their function lives, so the "
-                "function must be hashable and weakly referable.",
+                "The function of strategy.run must be hashable and weakly referable.",
                 received={"fn": type(owner).__name__},
                 fix="Pass a plain function that calls it.",
             ) from error
@@ -299,8 +298,7 @@ def _reduce_common(op: str, value, axis, strategy):
             "A sum over replicas needs a value for every replica.",
             received=f"one {type(value).__name__} of shape {np.shape(value)} for "
             f"{strategy.num_replicas_in_sync} replicas.",
-            fix="Reduce a result of strategy.run. If a value is the same on all replicas, "
-            "multiply it by strategy.num_replicas_in_sync.",
+            fix="Reduce a result of strategy.run, or multiply by strategy.num_replicas_in_sync.",
         )
     axes = _checked_axes(axis, np.ndim(value))
     return value if axis is None else reduced(op, value, axes)

@@ -131,7 +131,9 @@ class RunOptions(TensorFlowNames):
         # For JAX, None is a node without leaves. That is right in `args`, but in `axis` it marks an
         # array that is not padded.
         prefix = jax.tree.map(
-            lambda axis: _NOT_PADDED if axis is None else axis, prefix, is_leaf=_is_none
+            lambda axis: _NOT_PADDED if axis is None else axis,
+            prefix,
+            is_leaf=lambda node: node is None,
         )
         try:
             spread = jax.tree.broadcast(prefix, tuple(args))
@@ -139,8 +141,7 @@ class RunOptions(TensorFlowNames):
             raise value_error(
                 "The structure of RunOptions.axis must be a prefix of args.",
                 received={"axis": self.axis},
-                fix="Give one entry for every argument, and None for one that is not padded: "
-                "axis=(1, None).",
+                fix="Give one entry for every argument: axis=(1, None).",
             ) from error
         axes = jax.tree.leaves(spread)
         return [
@@ -156,12 +157,7 @@ def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np
 
 
 def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
-    """A per-replica value padded to its bucket along a dimension of the replica's value.
-
-    Args:
-        value: The value, padded or not.
-        axis: The dimension, whose true length is the same on all replicas.
-    """
+    """A per-replica value padded to its bucket along a dimension of the replica's value."""
     check_no_rows(axis, None if value.stacked else value.axis, value.array.shape)
     if axis in value.sizes:
         true, *others = value.sizes[axis]
@@ -169,9 +165,7 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
             raise value_error(
                 "A length that is padded to a bucket must be the same on all replicas.",
                 received={"lengths": value.sizes[axis], "axis": axis},
-                fix="If the replicas have different numbers of rows, pass "
-                "RunOptions(dynamic_batch=True), and let RunOptions.axis name another "
-                "dimension.",
+                fix="For different numbers of rows, pass RunOptions(dynamic_batch=True).",
             )
         if value.padded_shape[axis] == options.bucket(true):
             return value
@@ -188,27 +182,17 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
 
 
 def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
-    """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows.
-
-    Args:
-        rows: The dimension that is split over the replicas, if it is one of the values'.
-        shape: The shape on all replicas.
-    """
+    """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows."""
     if axis == rows:
         raise value_error(
-            "RunOptions(dynamic_batch=True) pads the rows of a replica; they cannot be "
-            "padded to buckets.",
+            "The rows of a replica cannot be padded to buckets.",
             received={"axis": axis, "shape on all replicas": shape},
             fix="Let RunOptions.axis name another dimension, or None for this argument.",
         )
 
 
 def exact(value: PerReplica, axis: int) -> PerReplica:
-    """The value with the padding of a dimension, equal on all replicas, cut off.
-
-    Args:
-        axis: The dimension of one replica's value, a key of `value.sizes`.
-    """
+    """The value with the padding of a dimension, equal on all replicas, cut off."""
     length = value.sizes[axis][0]
     array = jax.lax.slice_in_dim(value.array, 0, length, axis=axis + value.stacked)
     sizes = {a: true for a, true in value.sizes.items() if a != axis}
@@ -249,10 +233,6 @@ def _as_laid_out(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarr
         block = changed[strategy.placer.own_parts[shard.device]]
         pieces.append(jax.device_put(block[piece], shard.device))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 def _check_length(length: int, name: str) -> None:

@@ -57,11 +57,7 @@ class Recorder(keras.StatelessScope):
         return self.read(variable)
 
     def read(self, variable: Any) -> Any:
-        """The value of a variable at this point of the function.
-
-        Args:
-            variable: A `keras.Variable`; one that is not known yet is noted and reads as zeros.
-        """
+        """The value of a variable at this point of the function."""
         known = self._values.get(id(variable))
         if known is not None:
             return known
@@ -84,11 +80,7 @@ class Recorder(keras.StatelessScope):
         """Handles `assign_add` or `assign_sub`: a sum adds up the additions, not the results.
 
         Args:
-            sign: 1 to add, -1 to subtract.
             stock: Keras's own method, called for a variable whose updates are not summed here.
-
-        Returns:
-            The result of `stock`, or the variable's new value.
         """
         if is_own(variable) or variable.aggregation != "sum":
             return stock(variable, value)
@@ -110,8 +102,7 @@ class Recorder(keras.StatelessScope):
         raise value_error(
             "A replica function assigns variables outside of its branches, loops and compiled "
             "functions.",
-            received=f"an assignment of {variable.path!r} within jax.lax.cond, scan, "
-            "fori_loop, jax.jit, jax.checkpoint or the like, or keras.ops that use them.",
+            received=f"an assignment of {variable.path!r} within one.",
             fix="Return the new value from there and assign it outside: "
             "variable.assign(jax.lax.cond(condition, lambda: new, lambda: variable.value)).",
         )
@@ -148,11 +139,7 @@ class Recorder(keras.StatelessScope):
 def read_combined(
     variable: Any, value: Any, context: ReplicaContext, combine: set[int]
 ) -> jax.Array:
-    """The value of an "on_read" variable for who reads it outside of the replicas.
-
-    Args:
-        combine: The `id`s of variables whose values differ and must be combined.
-    """
+    """The value of an "on_read" variable for who reads it outside of the replicas."""
     how = variable.aggregation
     if how in ("sum", "mean"):
         return context.all_reduce(how, value).astype(value.dtype)
@@ -175,13 +162,7 @@ def apart(variables: Iterable[Any]) -> tuple[list, list]:
 
 
 def to_combine(differing: list[Any], already: set[int]) -> set[int]:
-    """Decides about variables whose updates differ from replica to replica.
-
-    Args:
-        differing: Updated variables with aggregation `"none"` or `"only_first_replica"` whose new
-            values may differ.
-        already: The `id`s decided before.
-    """
+    """Decides about variables whose updates differ from replica to replica."""
     for variable in sorted(differing, key=lambda v: not v.trainable):
         if variable.aggregation == "none":
             _check_can_average(variable)
@@ -197,11 +178,7 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
 
 
 def adopt_variables(variables: list, strategy: Strategy) -> None:
-    """Moves variables that were created outside of the strategy's scope onto its mesh.
-
-    Args:
-        variables: The variables; those that are on the mesh already do not move.
-    """
+    """Moves variables that were created outside of the strategy's scope onto its mesh."""
     # Keras gives slots their weight's layout and does not ask the strategy.
     foreign = [v for v in variables if not strategy.layouts.owns(_keras.variable_layout(v))]
     _keras.move_variables([(v, membership.choose_layout(v, strategy)) for v in foreign])
@@ -252,11 +229,7 @@ def _shared_out(variable: Any, value: jax.Array, strategy: Strategy) -> jax.Arra
 
 
 def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None:
-    """Assigns the combined values to "on_read" variables, and stores the replicas' own.
-
-    Args:
-        copies: The replicas' own values of every variable, `(replicas, ...)`.
-    """
+    """Assigns the combined values to "on_read" variables, and stores the replicas' own."""
     _keras.follow_state((variables,), (combined,))
     for variable, *values in zip(variables, combined, copies, strict=True):
         _copies.write(variable, tuple(values))

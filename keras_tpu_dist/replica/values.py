@@ -15,12 +15,9 @@ from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ListOf, check_array
+from keras_tpu_dist.processes.encoding import check_array
 from keras_tpu_dist.replica.blocks import from_blocks, own_blocks, own_replicas
 from keras_tpu_dist.training.protocol import Strategy
-
-# The form of a process's answer: for every replica its number, its structure, and its arrays.
-_VALUES = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
 
 
 class PerReplica(TensorFlowNames):
@@ -150,8 +147,7 @@ class PerReplica(TensorFlowNames):
         raise type_error(
             "A PerReplica holds a value for every replica; it is not one array.",
             received={"shape of each": self.padded_shape, "dtype": str(self.dtype)},
-            fix="Combine it with strategy.reduce(...) or strategy.gather(...), read it with "
-            "strategy.local_results(...), or pass it to strategy.run as an argument.",
+            fix="Use strategy.reduce(...), strategy.gather(...) or strategy.local_results(...).",
         )
 
     def _refuse_numbers(self, other):
@@ -182,8 +178,7 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
         raise value_error(
             "Only the strategy that created a per-replica value can use it.",
             received={"its strategy": value.strategy, "used with": strategy},
-            fix="Create it with this strategy's run or distribute_*; or read the values with "
-            "local_results and distribute them again.",
+            fix="Read the values with its local_results, and distribute them again.",
         )
 
 
@@ -242,8 +237,6 @@ class HostParts:
         blocks: The values by the number of their replica, all of one shape, at least for the
             replicas of this process.
         axis: The dimension along which they are joined on the mesh.
-        sizes: See `PerReplica`.
-        stacked: See `PerReplica`.
     """
 
     blocks: dict[int, np.ndarray]
@@ -299,21 +292,13 @@ def _step_of(array, number, sharding):
 
 
 def in_single_steps(batches: Any) -> Iterator[Any]:
-    """The batches of several steps, one after the other.
-
-    Args:
-        batches: The structure of a batch, with `Steps` instead of every array.
-    """
+    """The batches of several steps, one after the other."""
     for number in range(len(jax.tree.leaves(batches)[0])):
         yield jax.tree.map(lambda steps, number=number: steps[number], batches)
 
 
 def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
-    """Transfers an array of several steps at once.
-
-    Args:
-        steps: Its values for every step, all with the same `form`.
-    """
+    """Transfers an array of several steps at once."""
     first = steps[0]
     blocks = {i: np.stack([step.blocks[i] for step in steps]) for i in first.blocks}
     array = from_blocks(blocks, first.axis + 1, strategy)
@@ -321,11 +306,7 @@ def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
 
 
 def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: str) -> HostParts:
-    """One host value per replica, padded along the first dimension if need be.
-
-    Args:
-        own: The values by the number of their replica, at least for the replicas of this process.
-    """
+    """One host value per replica, padded along the first dimension if need be."""
     _check_fit(every, name)
     lengths = [described.shape[0] for described in every if described.shape]
     sizes, arrays = {}, {replica: np.asarray(value) for replica, value in own.items()}
@@ -337,15 +318,7 @@ def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: st
 
 
 def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
-    """A structure of host values per replica as one structure of `PerReplica`.
-
-    Args:
-        own: The structures by the number of their replica, for the replicas of this process.
-
-    Raises:
-        ValueError: On all processes, if the replicas' values do not fit together.
-        PeerError: If not all processes provide theirs.
-    """
+    """A structure of host values per replica as one structure of `PerReplica`."""
     flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
     structures, described = _described(flat, strategy, name)
     if len(structures) > 1:
@@ -370,7 +343,7 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
     ]
     fix = f"Call it in all processes: every process calls {name} for its own replicas."
     what = f"making a value per replica by {name}"
-    answers = agree(what, fix, mine, _VALUES) if several else [mine]
+    answers = agree(what, fix, mine) if several else [mine]
     found: dict[int, tuple] = {}
     for process, values in enumerate(answers):
         for replica, structure, plain in values:
@@ -379,8 +352,7 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
             here = (structure, [DescribedValue(k, tuple(s), d, n) for k, s, d, n in plain])
             if found.setdefault(replica, here) != here:
                 raise value_error(
-                    "If processes share a replica, because a model axis crosses hosts, they "
-                    "must give it the same value.",
+                    "Processes that share a replica must give it the same value.",
                     received=f"another value of replica {replica} in process {process}.",
                     fix=f"Let {name} depend on the replica's number, not on the process.",
                 )
@@ -410,9 +382,6 @@ def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
         raise value_error(
             f"The values of {name} must have the same dtype on all replicas, and the same "
             "shape apart from the first dimension.",
-            received={
-                "shapes": [described.shape for described in every],
-                "dtypes": [described.dtype for described in every],
-            },
+            received={"values": [f"{described.dtype}{described.shape}" for described in every]},
             fix="Pad or cast the values.",
         )

@@ -43,9 +43,6 @@ class _Update:
 
     Its operands: whether this is the last small batch, gradients, the sums so far, values that the
     update changes, and arrays that it reads besides. Its results: new values, new sums.
-
-    Attributes:
-        program: A function from mean gradients, values and the other arrays to the new values.
     """
 
     program: Callable
@@ -241,7 +238,6 @@ class _StepOfLaunch:
         """The state at the end of a launch: Keras's sums get what belongs to no update yet.
 
         Args:
-            leaves: The arrays of the state after the last batch.
             is_done: Whether the last batch was that of an update.
         """
         before = [leaves[each.place] for each in self._sums]
@@ -260,7 +256,6 @@ class _StepOfLaunch:
         """The step's results, the parts with those of this batch, and whether it was the last.
 
         Args:
-            parts: The parts of the batches before.
             is_first: Whether these are parts of an update that is done.
         """
         rest = [summand for each in self._sums for summand in each.local.rest]

@@ -45,10 +45,6 @@ def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
 def steps_that_fit(bytes_per_device: float, steps: int) -> int:
     """The largest divisor of `steps` whose batches leave the devices' memory to the model.
 
-    Args:
-        bytes_per_device: The bytes of one batch on one device.
-        steps: The steps of a launch, chosen without regard to memory.
-
     Returns:
         At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB if that is
         unknown.

@@ -22,10 +22,6 @@ class Buffers:
     a user who has `variable.value`, a shard of it, or an array that was assigned. A buffer has no
     reference count that we could read. So a launch only consumes outputs of the previous launch
     that nothing has read from the variable since. Any other array is copied first, once.
-
-    Args:
-        lock: Held while a launch consumes the arrays and until the variables have the new ones.
-        owner: The object whose `hand_out` the variables call when they are read.
     """
 
     def __init__(self, lock: Any, owner: Any):
@@ -36,11 +32,7 @@ class Buffers:
         self._handed_out: set[int] = set()
 
     def to_consume(self, variables: list) -> list:
-        """The values of variables, without any other reference. The caller holds the lock.
-
-        Args:
-            variables: The variables of the training state, always in the same order.
-        """
+        """The values of variables, without any other reference. The caller holds the lock."""
         values = _keras.values_of(variables)
         if self._left:
             self._made, self._left = [left() for left in self._left], []
@@ -88,7 +80,6 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
     """Replaces some values by copies, in the list and in the variables.
 
     Args:
-        values: Their values; updated.
         which: The positions of values that something else may hold too.
     """
     size = {i: bytes_per_device(values[i]) for i in which}

@@ -72,7 +72,6 @@ class FiniteWatch:
     state.
 
     Args:
-        trainer: The model, before its first step.
         on_found: Called, once, with the first step that was not finite.
 
     Attributes:
@@ -91,8 +90,7 @@ class FiniteWatch:
         bad = [v.path for v, finite in zip(trainable, self.mask, strict=False) if not finite]
         if bad:
             raise value_error(
-                "NameNaN finds the first step that is not finite, so training must begin with "
-                "finite weights.",
+                "With NameNaN, training must begin with finite weights.",
                 received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
                 fix="Load or initialize these weights again.",
             )
@@ -106,11 +104,7 @@ class FiniteWatch:
         self._unread: deque = deque()
 
     def health_on(self, mesh: Mesh) -> Any:
-        """The health for the next launch.
-
-        Args:
-            mesh: The mesh on which it is replicated before the first launch.
-        """
+        """The health for the next launch."""
         if self.health is None:
             (self.health,) = put([np.array([1, 0], np.int32)], [named_sharding(mesh)])
         return self.health
@@ -201,11 +195,7 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
 
 
 def first_bad(reports: jax.Array) -> jax.Array:
-    """The report of the first bad step of a launch; that of the first step if none is bad.
-
-    Args:
-        reports: The reports of `watched_step`, one row for each step.
-    """
+    """The report of the first bad step of a launch; that of the first step if none is bad."""
     return reports[jnp.argmax(reports[:, 0])]
 
 

@@ -52,11 +52,7 @@ class ModelFlops(NamedTuple):
 
 
 def model_flops(model: keras.Model, batch: tuple, mode: str) -> ModelFlops:
-    """Operations of a step's matrix products by the model's formula, without recomputation.
-
-    Args:
-        mode: `"train"`, `"evaluate"` or `"predict"`.
-    """
+    """Operations of a step's matrix products by the model's formula, without recomputation."""
     with plain_operations():
         forward, arguments = forward_pass(model, batch, mode == "train")
         trace = jax.make_jaxpr(forward)(*arguments)
@@ -67,11 +63,7 @@ def model_flops(model: keras.Model, batch: tuple, mode: str) -> ModelFlops:
 
 
 def count_tokens(x: Any) -> int:
-    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels.
-
-    Args:
-        x: Arrays or their shapes, in any structure. Only the first such array counts.
-    """
+    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels."""
     for leaf in jax.tree.leaves(x):
         if np.dtype(leaf.dtype).kind in "iu" and leaf.dtype != np.uint8 and leaf.ndim == 2:
             return math.prod(leaf.shape)

@@ -16,11 +16,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 
 class Generation:
-    """The function that `generate` calls: `(inputs, stop_token_ids) -> outputs`.
-
-    Args:
-        model: A language model of KerasHub, or one with the same methods.
-    """
+    """The function that `generate` calls: `(inputs, stop_token_ids) -> outputs`."""
 
     def __init__(self, model: Any, strategy: Strategy):
         self._model, self._strategy = model, strategy
@@ -36,12 +32,7 @@ class Generation:
         )
 
     def __call__(self, inputs: Any, stop_token_ids: Any = None) -> Any:
-        """Generates tokens after every prompt.
-
-        Args:
-            inputs: The inputs of `generate_step`, such as `token_ids` and `padding_mask` of shape
-                `(batch, time)`; any number of rows.
-        """
+        """Generates tokens after every prompt."""
         model, strategy = self._model, self._strategy
         stops = None if stop_token_ids is None else tuple(int(i) for i in stop_token_ids)
         inputs = keras.tree.map_structure(_on_host, inputs)
@@ -90,13 +81,7 @@ def generate_program(
     stop_token_ids: tuple[int, ...] | None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Jitted:
-    """The program of `generate`: `generate_step` with its caches in place.
-
-    Args:
-        model: See `generate_step`.
-        placer: See `generate_step`.
-        stop_token_ids: See `generate_step`.
-    """
+    """The program of `generate`: `generate_step` with its caches in place."""
     replicated = named_sharding(placer.mesh)
 
     def layouts(state, batch: PlacedBatch):

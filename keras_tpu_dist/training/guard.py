@@ -195,11 +195,7 @@ class StateGuard:
         return None
 
     def release(self, end_of_fit: bool = True) -> None:
-        """Frees every kept state.
-
-        Args:
-            end_of_fit: Whether a fit has ended; any other call may run within one.
-        """
+        """Frees every kept state."""
         self._flight.clear()
         if end_of_fit and not self.on_batch:
             self._host_copy, self._left = None, []
@@ -270,13 +266,7 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
 
 
 def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int | None) -> int:
-    """The number of input states that `donate_state` keeps alive; see `states_to_keep`.
-
-    Args:
-        setting: `True`, `False` or `"auto"`.
-        sizes: The bytes of every variable on one device.
-        memory_bytes: The device's memory, or `None` if unknown.
-    """
+    """The number of input states that `donate_state` keeps alive; see `states_to_keep`."""
     if setting is True or (setting == "auto" and len(sizes) > _MOST_VARIABLES_KEPT):
         return 0
     budget = _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN

@@ -62,11 +62,7 @@ class Rest:
 
 @dataclass
 class LocalSum:
-    """A gradient as parts.
-
-    Attributes:
-        instead: The replacements of the operations that compute it.
-    """
+    """A gradient as parts."""
 
     rest: list[Rest] = field(default_factory=list)
     instead: dict[Equation, Instead] = field(default_factory=dict)
@@ -259,9 +255,6 @@ def added_up(
     """Parts added up over the devices.
 
     What is split over the axes of the batch is only sent to the devices that need it.
-
-    Args:
-        parts: Arrays of one part for each device, the same number as `totals`.
     """
     scattered = [total.scattered(axes) for total in totals]
 

@@ -28,18 +28,6 @@ class Options:
 
     Options that depend on the mesh (`data_axes`, `batch_axis`, `remat`) are checked by the parts
     that use them, others by the annotations of `TPUStrategy`, or here.
-
-    Attributes:
-        prefetch: Batches transferred ahead of the running step; `None` is 2, and 0 on CPU.
-        donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
-        shard_optimizer: Whether optimizer slots are split over the data axes.
-        input_timeout_s: The most seconds that reading one batch may take, or `None`.
-        input: The data of several processes: `"global"` if all read the same, `"per_process"` if
-            every process reads its own rows.
-        compiler_options: Options for XLA: `"auto"`, `None`, or values by name.
-        tables: How tables split by rows are looked up: `"auto"`, `"rows"`, `"lazy"`, `None`.
-        head: How logits of a vocabulary and their loss are computed: `"auto"`, `"whole"`,
-            `"pieces"`.
     """
 
     data_axes: str | Sequence[str] | None = None
@@ -62,11 +50,7 @@ class Options:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batches_ahead(self, platform: str) -> int:
-        """How many batches to transfer ahead, on devices of a platform.
-
-        Args:
-            platform: The devices' platform, such as `"tpu"`; it matters if `prefetch` is `None`.
-        """
+        """How many batches to transfer ahead, on devices of a platform."""
         # On CPU, transfers and steps share the same cores.
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch

@@ -38,11 +38,7 @@ def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
 
 
 def mesh_of(recipe: Any) -> Any:
-    """The mesh of a recipe, on this process's devices.
-
-    Args:
-        recipe: The result of `mesh_recipe`; without device ids it is returned unchanged.
-    """
+    """The mesh of a recipe, on this process's devices."""
     if not isinstance(recipe, tuple):
         return recipe
     *kind, ids = recipe
@@ -62,29 +58,20 @@ def _devices_here(ids: list[int], of: str) -> list:
         raise value_error(
             "A strategy can only be unpickled if the devices it was pickled on are there.",
             received=f"{of}, whose devices {missing} are not among the {len(here)} here.",
-            fix="Create a TPUStrategy for these devices, and load the model in its scope "
-            "from a file saved with model.save().",
+            fix="Create a TPUStrategy for these devices, and load a saved model in its scope.",
         )
     return [here[number] for number in ids]
 
 
 def layout_recipe(layout: Any) -> Any:
-    """A layout for pickling, without devices; a `LayoutMap` as its name and pairs.
-
-    Args:
-        layout: A strategy's layout: `None`, rules, a `LayoutMap` or a planner.
-    """
+    """A layout for pickling, without devices; a `LayoutMap` as its name and pairs."""
     if isinstance(layout, keras.distribution.LayoutMap):
         return "LayoutMap", [(key, tuple(value.axes)) for key, value in layout.items()]
     return layout
 
 
 def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
-    """The layout of a recipe, on a mesh.
-
-    Args:
-        mesh: A mesh, in any form that `TPUStrategy` takes.
-    """
+    """The layout of a recipe, on a mesh."""
     if not isinstance(recipe, tuple):
         return recipe
     described = None if topology is None else topology.devices()
@@ -147,10 +134,6 @@ def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) ->
     """Makes copies and pickles of models of a class keep their strategy.
 
     Python asks `copyreg` before the class, so no method of Keras is replaced.
-
-    Args:
-        kind: The class of a model; if it is registered already, nothing changes.
-        strategy_of: Returns the strategy of a model, or `None`.
     """
     copyreg.dispatch_table.setdefault(kind, functools.partial(_reduce_model, strategy_of))
 

@@ -42,12 +42,7 @@ class Trace:
         model: Any,
         texts: Iterable[tuple[str, str]] | None = None,
     ) -> None:
-        """Writes what is to be known beside the trace.
-
-        Args:
-            texts: Names and texts of the programs that ran. Defaults to all train steps of this
-                process.
-        """
+        """Writes what is to be known beside the trace."""
         programs = {}
         for name, text in _programs() if texts is None else texts:
             file = f"program_{len(programs)}.txt"

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Protocol):
-    """The part of a strategy's runner that other packages use.
-
-    Attributes:
-        compiler_options: The `compiler_options` of `jax.jit`.
-    """
+    """The part of a strategy's runner that other packages use."""
 
     prefetch: int
     compiler_options: dict[str, Any] | None
@@ -42,11 +38,7 @@ class ModelRunner(Protocol):
         ...
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
-        """The values of a model's variables, as a step takes them.
-
-        Args:
-            groups: Lists of its variables, in the order of the state.
-        """
+        """The values of a model's variables, as a step takes them."""
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
@@ -55,12 +47,7 @@ class ModelRunner(Protocol):
 
 
 class Strategy(Protocol):
-    """The parts and properties of a `TPUStrategy`.
-
-    Attributes:
-        layouts: Decides the layouts of variables and outputs.
-        remat: Which layers are recomputed in the backward pass.
-    """
+    """The parts and properties of a `TPUStrategy`."""
 
     options: Options
     layouts: Layouts
@@ -102,20 +89,13 @@ class Strategy(Protocol):
         ...
 
     def placement(self, model: Any) -> Placement:
-        """The decisions about every variable of a model.
-
-        Args:
-            model: A model. If it is not built yet, the variables it has so far are used.
-        """
+        """The decisions about every variable of a model."""
         ...
 
     def lint(
         self, model: Any, batch_size: int | None = None, *, strict: bool = False
     ) -> LintReport:
-        """Mistakes in the layouts of a model.
-
-        See `keras_tpu_dist.TPUStrategy.lint`.
-        """
+        """Mistakes in the layouts of a model."""
         ...
 
     def _verified(self, model: Any, **asked: Any) -> Any:

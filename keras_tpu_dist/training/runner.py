@@ -46,11 +46,7 @@ from keras_tpu_dist.training.turns import (
 
 
 class Runner:
-    """Runs models on one mesh.
-
-    Args:
-        only_described: The name of the slice if it is not attached, so that nothing can run.
-    """
+    """Runs models on one mesh."""
 
     def __init__(
         self,
@@ -74,15 +70,7 @@ class Runner:
     def running(
         self, strategy: Strategy, model: Any, name: str, arguments: Mapping[str, Any]
     ) -> Iterator[None]:
-        """The context of one of Keras's entry points.
-
-        Args:
-            name: `"fit"`, `"evaluate"`, and so on.
-            arguments: The arguments, by name; `"callbacks"` as a flat list.
-
-        Raises:
-            RuntimeError: On a slice that is not attached.
-        """
+        """The context of one of Keras's entry points."""
         if self._only_described is not None:
             raise runtime_error(
                 "A strategy for a slice without its chips can compile a model, not run it.",
@@ -167,11 +155,7 @@ class Runner:
         return as_running(RunningCall(self, member, AutoSteps(), model, name, running_call()))
 
     def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
-        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps.
-
-        Args:
-            model: The model; its variables that are not on the mesh yet are moved there.
-        """
+        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps."""
         member = membership.adopt(model, strategy)
         if not member.linted and model.built:
             from keras_tpu_dist.layout.lint import lint_model, log_report
@@ -214,7 +198,9 @@ class Runner:
         """Whether the train launch that starts now ran before training was interrupted."""
         call = running_call()
         left = 0 if call is None else call.member.fit.batches_to_skip
-        return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)
+        call = running_call()
+        chosen = None if call is None else call.auto_steps.of(model)
+        return left > 0 and left >= (chosen or model.steps_per_execution)
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
         """The values of a model's variables, as a step takes them."""
@@ -235,11 +221,7 @@ class Runner:
         return state
 
     def epoch_ended(self) -> None:
-        """Called when all callbacks have seen the end of an epoch.
-
-        Raises:
-            ValueError: On all processes, if they assigned different values to variables.
-        """
+        """Called when all callbacks have seen the end of an epoch."""
         call = running_call()
         if not self._is_local and call is not None and call.model is not None:
             compare_changes(call.model)
@@ -277,11 +259,7 @@ class Runner:
         )
 
     def host_batch(self, data: Any) -> Any:
-        """Checks a batch of *_on_batch; the step function places it.
-
-        Returns:
-            The batch as arrays, not yet placed.
-        """
+        """Checks a batch of *_on_batch; the step function places it."""
         return self.placer.checked(data)
 
     def place_output(self, outputs: Any, layout: Any) -> Any:
@@ -293,9 +271,6 @@ class Runner:
 
     def output_layout(self, path: str) -> Any:
         """The layout of a layer's output, by the running model.
-
-        Args:
-            path: The layer's path followed by `/output`.
 
         Returns:
             A `NamedSharding`, a list or dict of axes if the output is a structure, or `None`.
@@ -309,11 +284,6 @@ class Runner:
     def own_input(self) -> OwnInput | None:
         """The separate input of every process with `input="per_process"`, else `None`."""
         return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
-
-    @staticmethod
-    def _chosen_steps(model: Any) -> int | None:
-        call = running_call()
-        return None if call is None else call.auto_steps.of(model)
 
 
 def _check_input(name: str, x: Any, may_be_empty: bool) -> None:

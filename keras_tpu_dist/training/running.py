@@ -16,9 +16,7 @@ class RunningCall:
     """A running fit, evaluate, predict, *_on_batch or dry run.
 
     Attributes:
-        auto_steps: Chooses its `steps_per_execution`.
         model: Its model, `None` for code in which a model is only a part.
-        name: The method of the model, such as `"fit"`.
         outer: The call around it: `fit` for its validation and its callbacks' calls.
     """
 

@@ -184,9 +184,6 @@ def step_of(
     """A step of a model, to be called uncompiled or as a program.
 
     Args:
-        kind: `"train"`, `"test"` or `"predict"`.
-        placer: Trims batches in the program.
-        donate: Whether a train step consumes its input state.
         mask: For a train step that watches for values that are not finite, the variables to
             check; see `keras_tpu_dist.training.finite`.
     """
@@ -236,12 +233,7 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
 
 def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
-    """The values that evaluation or prediction changed, `None` for the others.
-
-    Args:
-        state: The state before the step.
-        after: The state that the step returned, with or without `None`.
-    """
+    """The values that evaluation or prediction changed, `None` for the others."""
     return tuple(
         [None if new is old else new for old, new in zip(before, values, strict=True)]
         for before, values in zip(state, after, strict=True)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import operator
-import sys
 import threading
 import time
 import weakref
@@ -108,7 +107,6 @@ class Turns:
             # Two threads cannot build a model.
             self._wait_while(
                 lambda: self.elsewhere and not self._ready,
-                lambda: [self._trainer],
                 f"{name} of model {model.name!r} waits until the {self._training} that another "
                 "thread began has built it",
             )
@@ -132,7 +130,6 @@ class Turns:
             # An evaluate counts in the model's own metrics.
             self._wait_while(
                 lambda: bool(self._others(self._measuring)),
-                lambda: self._others(self._measuring),
                 f"{name} of model {model.name!r} waits for an evaluate of it that another thread "
                 "began before",
             )
@@ -160,44 +157,22 @@ class Turns:
                 received=f"{name} of model {model.name!r} in thread "
                 f"{threading.current_thread().name!r}, while {self._training} of it runs in "
                 f"thread {getattr(self._trainer, 'name', None)!r}.",
-                fix="Wait for the other thread, or train a copy "
-                "(keras.models.clone_model); predict and evaluate may run beside fit.",
+                fix="Wait for it, or train a copy; predict and evaluate may run beside fit.",
             )
 
     def _others(self, counter: Counter) -> list[threading.Thread]:
         me = threading.current_thread()
         return [thread for thread, count in counter.items() if count and thread is not me]
 
-    def _wait_while(self, busy: Callable[[], bool], others: Callable[[], list], waits: str) -> None:
-        """Waits for other threads, with a WARNING if it takes long.
-
-        Raises:
-            RuntimeError: If one of them waits for this thread.
-        """
+    def _wait_while(self, busy: Callable[[], bool], waits: str) -> None:
+        """Waits for other threads, with a WARNING if it takes long."""
         warn_at = time.monotonic() + _WARN_AFTER_S
         while busy():
             if self._changed.wait(_LOOK_AFTER_S):
                 continue
-            if any(map(_joins_this_thread, others())):
-                raise runtime_error(
-                    "Two threads must not wait for each other.",
-                    received=f"{waits}, and that thread waits for this one, in join().",
-                    fix="Start or join the thread in a callback of the fit, when the model is "
-                    "built, or after the fit.",
-                )
             if time.monotonic() > warn_at:
                 logger.warning("%s", waits)
                 warn_at = time.monotonic() + _WARN_AFTER_S
-
-
-def _joins_this_thread(other: threading.Thread | None) -> bool:
-    me, join = threading.current_thread(), threading.Thread.join.__code__
-    frame = None if other is None else sys._current_frames().get(other.ident or 0)
-    while frame is not None:
-        if frame.f_code is join and frame.f_locals.get("self") is me:
-            return True
-        frame = frame.f_back
-    return False
 
 
 _turns: "weakref.WeakKeyDictionary[Any, Turns]" = weakref.WeakKeyDictionary()
@@ -280,6 +255,5 @@ class Recompiled:
         raise runtime_error(
             "A fit trains the model as it was compiled before it.",
             received=f"compile of model {self._name!r} in a callback, after which its fit went on.",
-            fix="Stop the fit first (model.stop_training = True), or compile in on_train_end; "
-            "then call fit again. The model is compiled anew and has its weights.",
+            fix="Stop the fit first (model.stop_training = True), or compile in on_train_end.",
         )

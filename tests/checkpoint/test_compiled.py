@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 
 X = np.random.default_rng(0).normal(size=(13, 6)).astype("float32")
 Y = X[:, :2]
@@ -152,31 +151,3 @@ def test_moments_of_another_meaning_are_not(tmp_path, caplog):
     model = fit(tmp_path, keras.optimizers.SGD(1e-2, 0.9), 1, by=ktd.restore)
     assert int(model.optimizer.iterations) == 0
     assert "Adam saved it, and it does not fit" in caplog.text
-
-
-class Counts(keras.callbacks.Callback):
-    """A user's callback with a counter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches, self.name = 0, "counts"
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches += 1
-
-
-class Saves(Counts):
-    """One that says its state."""
-
-    def state_dict(self):
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state):
-        self.batches = state["batches"]
-
-
-def test_what_a_checkpoint_does_not_hold_is_said_once(tmp_path, caplog):
-    once.forget()
-    fit(tmp_path, ADAM(1e-2), 2, Counts(), Saves(), keras.callbacks.TerminateOnNaN())
-    assert caplog.text.count("which a checkpoint does not hold") == 1
-    assert "Counts has changed batches since the fit began" in caplog.text

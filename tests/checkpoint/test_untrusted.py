@@ -142,7 +142,6 @@ OTHER_FORMS = {
     "logs of numbers": put("training", "history", "logs", {"loss": 3}),
     "no positions": put("training", "positions", []),
     "a position of words": put(*POSITION, "here"),
-    "a position with more": put(*POSITION, "more", 3),
     "made of words": put(*POSITION, "made", "x"),
     "random words": put(*POSITION, "now", "numpy", ["MT19937", "AAAA", 0, 0, 0.0]),
     "no base64": put(*POSITION, "start", "python", [3, "\u00e9", None]),

@@ -84,7 +84,7 @@ class Looping(keras.Model):
 def test_a_loop_over_blocks_in_a_subclassed_model_is_seen():
     model = Looping()
     model.build((None, WIDTH))
-    with pytest.raises(ValueError, match="are not known: give them with"):
+    with pytest.raises(ValueError, match="Give those of a subclassed model"):
         ktd.scan_blocks(model)
     assert len(ktd.scan_blocks(model, inputs=rows()).runs[0].paths) == 4
     assert loops(model, rows()) == 1

@@ -25,7 +25,6 @@ from keras_tpu_dist.processes.channel import (
     PeerError,
     _Agreement,
 )
-from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
 from keras_tpu_dist.tools.launcher.launch import launch
@@ -51,7 +50,7 @@ def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
 
 def enter(store, number, what, value):
     """Has a process come to the first agreement."""
-    agreement = _Agreement(Channel(store, number, 2), 1, what, "", ANYTHING, None)
+    agreement = _Agreement(Channel(store, number, 2), 1, what, "", None)
     agreement._enter(value)
 
 
@@ -147,19 +146,23 @@ def test_values_short_and_long_alike_and_different(number, values, reduced):
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 100])
-def test_a_value_of_another_form_is_everybodys_error(bad, size):
+def test_a_value_that_cannot_be_combined_is_everybodys_error(bad, size):
     store = Store()
 
     def work(i):
         value = ["7" if i == bad else 7] * size
         try:
-            return Channel(store, i, 3).agree("a call", "", value, ListOf(int))
+            return Channel(store, i, 3).agree("a call", "", value, reduce=sum_of)
         except PeerError as error:
             return str(error)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3), timeout=20))
     assert all("must be plain data of a known form" in words for words in found)
+
+
+def sum_of(values):
+    return sum(number for value in values for number in value)
 
 
 def test_many_processes_in_an_error_are_counted():

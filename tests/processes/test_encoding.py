@@ -11,13 +11,11 @@ from coordinator import Store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keras_tpu_dist.input import own_input
 from keras_tpu_dist.input.own_input import OwnInput, described_structure, structure_of
 from keras_tpu_dist.input.shards import input_shards_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
-from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf, check_array, decoded, fits
-from keras_tpu_dist.replica import values
+from keras_tpu_dist.processes.encoding import check_array, decoded
 
 KEYS = (
     st.sampled_from(["rows", "leaves", "structure", "ended", "batches", "marks", "x"]) | st.text()
@@ -26,16 +24,6 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 PLAIN = st.recursive(
     SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=20
 )
-# What the package reads from others.
-FORMS = [
-    *(own_input._BATCH, own_input._NEXT, values._VALUES, watch._ALIVE, watch._GONE, watch._READ),
-    *(
-        [str, ANYTHING],
-        (None, DictOf(ANYTHING)),
-        {"names": ListOf(str), "parts": ListOf(DictOf(int))},
-    ),
-    *(ANYTHING, bool, int, float, None, [(int, None), bool], ListOf([ListOf(int), str])),
-]
 
 
 def outcome(function):
@@ -52,31 +40,31 @@ def is_ours(error):
 
 
 @settings(max_examples=300)
-@given(PLAIN.map(json.dumps) | st.text(), st.sampled_from(FORMS))
-@example("[" * 100_000, ANYTHING)
-@example('{"a":' * 5000 + "1" + "}" * 5000, DictOf(ANYTHING))
-@example("1" * 10_000, int)
-@example("[" * 40 + "]" * 40, ANYTHING)
-@example('"\\ud800"', str)
-@example("true", int)
-def test_a_text_is_plain_data_of_its_form_or_our_error(text, form):
-    value, error = outcome(lambda: decoded(text, form))
-    assert fits(value, form) if error is None else is_ours(error)
+@given(PLAIN.map(json.dumps) | st.text())
+@example("[" * 100_000)
+@example('{"a":' * 5000 + "1" + "}" * 5000)
+@example("1" * 10_000)
+@example('"\\ud800"')
+def test_a_text_is_plain_data_or_our_error(text):
+    value, error = outcome(lambda: decoded(text))
+    assert is_plain(value) if error is None else is_ours(error)
+
+
+def is_plain(value):
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, [*value, *value.values()]))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 10**6,
-        pytest.param("[" + "[]," * 10**6 + "[]]", marks=pytest.mark.slow),
-        '"' + "a" * 10**8 + '"',
-        "9" * 10**7,
-    ],
+    "text", ["[" * 10**6, "[" + "[]," * 10**7 + "[]]", '"' + "a" * 10**8 + '"', "9" * 10**7]
 )
 def test_a_bomb_takes_no_memory(text):
     tracemalloc.start()
     with pytest.raises(PeerError):
-        decoded(text, ListOf(int))
+        decoded(text)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 25 * encoding.MOST_BYTES
@@ -140,7 +128,6 @@ def test_a_strange_batch_is_our_error(shape, dtype, rows):
     own = OwnInput(shards, lambda batch: [0])
     leaf = ["x", shape, dtype, None]
     described = {"rows": rows, "leaves": [leaf], "structure": 0}
-    assert fits(described, own_input._BATCH)
     found, error = outcome(lambda: own._rows([described, described]))
     if error is None:
         sizes = [float(rows if size == -1 else size) for size in shape]
@@ -152,14 +139,19 @@ def test_a_strange_batch_is_our_error(shape, dtype, rows):
 def test_numbers_of_every_kind_are_known():
     for dtype in ("bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex64", "object"):
         check_array([3, 4], dtype, where="here")
-    with pytest.raises(PeerError, match=r"an impossible array in here: '\[\[-1\], \"bool\"\]'"):
+    with pytest.raises(PeerError, match=r"here with an impossible array: \[\[-1\], 'bool'\]"):
         check_array([-1], "bool", where="here")
 
 
 def test_a_strangers_value_is_our_error():
-    store = Store(**{"agree/1/entries/1": '["fit", "7", [[[1], "float32", 7]]]'})
-    with pytest.raises(PeerError, match=r"an invalid value in agree/1/values/1"):
-        Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [ListOf(int), str])
+    for entry in ('["fit", "7", [[[1], "float32", 7]]]', "[]", "7", '{"fit": 1}', '["fit", 7, 7]'):
+        store = Store(**{"agree/1/entries/1": entry})
+        with pytest.raises(PeerError, match=r"plain data of a known form|make the same calls"):
+            Channel(store, 0, 2).agree("fit", "Do the same.", 7, reduce=sum)
+    for verdict in ("[]", "7", '["given", 7]', '["given", [[1], [1, 2]]]', '["invalid", 7]'):
+        store = Store(**{"agree/1/verdict/0": verdict})
+        with pytest.raises(PeerError, match=r"plain data of a known form"):
+            Channel(store, 1, 2).agree("fit", "Do the same.", 7)
 
 
 def test_a_strangers_entries_are_left_out(caplog):

@@ -179,8 +179,6 @@ def test_the_rule_says_when_there_is_no_loop_and_why():
         assert not tpu(**few | changes).unrolled
     assert not tpu(core="v3 has none").unrolled
     assert not rec.choose(rec.LSTM(), platform="cpu", batch=8, steps=9, units=9).unrolled
-    with pytest.raises(ValueError, match="Two directions can only run together in a loop"):
-        rec.Loop(rec.LSTM(), directions=2, unrolled=True)
 
 
 @pytest.mark.slow

@@ -426,8 +426,6 @@ def test_bad_calls(two, devices):
         two.run(lambda: two.run(lambda: 1))
     with pytest.raises(RuntimeError, match=r"get_replica_context\(\)\.all_reduce"):
         two.run(lambda: two.reduce("sum", 1))
-    with pytest.raises(NotImplementedError, match=r"no cross-replica context.*all_reduce"):
-        two.run(lambda: context().merge_call(lambda strategy, x: x, args=(1,)))
     with pytest.raises(ValueError, match=r'one of "sum".*Did you mean \'mean\''):
         two.run(lambda: context().all_reduce("meen", 1))
     with pytest.raises(ValueError, match="along a dimension"):

@@ -42,9 +42,9 @@ def test_rows_are_not_padded_to_buckets(two):
     out = two.run(lambda x: jnp.where(context().length_mask, x, 0).sum(), (whole,), options=options)
     assert_close([np.asarray(v) for v in two.local_results(out)], [6.0, 6.0])
     (batch,) = two.distribute_dataset(np.ones((6, 2), "float32"), batch_size=6)
-    with pytest.raises(ValueError, match=r"RunOptions\(dynamic_batch=True\) pads the rows"):
+    with pytest.raises(ValueError, match="cannot be padded to buckets"):
         two.run(lambda x: x.sum(), (batch,), options=options)
-    with pytest.raises(ValueError, match=r"RunOptions\(dynamic_batch=True\) pads the rows"):
+    with pytest.raises(ValueError, match="cannot be padded to buckets"):
         list(two.distribute_dataset(np.ones((6, 2), "float32"), options, batch_size=6))
 
 
@@ -188,7 +188,7 @@ def test_bad_options(two):
         two.run(lambda x: x, (np.ones((2, 0)),), options=BUCKETS)
     with pytest.raises(ValueError, match=r"must be equal to it.*padded length=4"):
         two.run(lambda x: x[:, ::2], (np.ones((2, 3)),), options=BUCKETS)
-    with pytest.raises(ValueError, match=r"(?s)traced with twice.*length=4; with 8: TypeError.*-1"):
+    with pytest.raises(ValueError, match=r"(?s)twice as many.*length=4; with 8: TypeError.*-1"):
         two.run(lambda x: x.reshape(2, 4), (np.ones((2, 3)),), options=BUCKETS)
 
 

@@ -229,12 +229,6 @@ def test_one_scope_object_cannot_be_entered_twice():
         pass
 
 
-def test_the_strategy_itself_is_no_context():
-    with pytest.raises(TypeError, match=r"its scope is.*Write `with strategy.scope\(\):`"):
-        with ktd.TPUStrategy():
-            pass
-
-
 @pytest.mark.slow
 def test_an_unbuilt_model_is_built_on_the_mesh():
     def build():

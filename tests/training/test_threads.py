@@ -134,32 +134,6 @@ def test_a_callback_joins_a_thread_that_predicts(own, moment):
     assert len(beside) == (4 if "batch" in moment else 2)
 
 
-def test_a_generator_joins_a_thread_that_waits_for_its_model():
-    """Keras reads a batch to build the model: the two would wait for each other for ever."""
-    with ktd.TPUStrategy().scope():
-        trained = keras.Sequential([keras.layers.Dense(3)])
-        trained.compile("sgd", "mse")
-    errors = []
-
-    def predict():
-        try:
-            trained.predict(X[:3], verbose=0)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    def batches():
-        thread = threading.Thread(target=predict, daemon=True)
-        thread.start()
-        thread.join()
-        while True:
-            yield X[:8], np.eye(3, dtype="float32")[Y[:8]]
-
-    trained.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
-    (error,) = errors
-    assert error.startswith("Two threads must not wait for each other. Received: predict of model ")
-    assert "waits until the fit that another thread began has built it" in error
-
-
 def test_a_step_function_beside_a_thread_that_builds(monkeypatch):
     """Metrics that another thread makes now have no value yet, and no warning is due."""
     with ktd.TPUStrategy(MESHES[1]).scope():
