@@ -120,10 +120,6 @@ class PureCall:
     applies these. So a transformation that knows nothing about Keras can trace the call by itself,
     and as often as it likes.
 
-    Args:
-        function: The function; it may read and assign variables, and add losses.
-        args: Its positional arguments; those that are not arrays are not traced.
-
     Attributes:
         inputs: The arrays among the arguments, their masks, and the arrays of `give_to_calls`.
         read: The variables that a call of this object has read.

@@ -343,7 +343,6 @@ class FitCheckpoints:
         """Saves a checkpoint, unless this step has one.
 
         Args:
-            standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
         """
         place = self.place

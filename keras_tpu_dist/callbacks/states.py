@@ -181,12 +181,7 @@ def standing_of(
     history: dict[str, Any] | None = None,
     variables: Sequence[Any] = (),
 ) -> Standing:
-    """The current state of training.
-
-    Args:
-        variables: Variables of the training state, if callbacks may change them before they are
-            saved.
-    """
+    """The current state of training."""
     states, arrays = states_of(callbacks)
     return Standing(
         states=states,

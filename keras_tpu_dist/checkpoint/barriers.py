@@ -108,10 +108,8 @@ def in_all(
     """Reads in all processes. If one fails, all raise an error, so that they continue together.
 
     Args:
-        what: The action, in the same words in all processes.
         read: A function that reads. A `CheckpointError` means that another checkpoint may do.
         mark: A text that must be the same in all processes for what was read.
-        alone: Whether this process reads without the others.
 
     Raises:
         CheckpointError: If one of the processes raised it, and none another error.

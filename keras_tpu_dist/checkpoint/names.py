@@ -104,11 +104,7 @@ def entry_of(variable: Any) -> Entry:
 
 
 def slot_entry(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
-    """The entry of an optimizer's slot.
-
-    Args:
-        nth: For weights by `id`, the number of weights with the same path before them.
-    """
+    """The entry of an optimizer's slot."""
     return replace(entry_of(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
 
 

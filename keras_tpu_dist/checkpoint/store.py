@@ -130,9 +130,6 @@ class Store(CheckpointReader):
         Args:
             step: Its number; an older checkpoint with this number is deleted when this one is
                 complete.
-
-        Raises:
-            CheckpointError: If it could not be written; if one process fails, all raise it.
         """
         args = orbax().args
         try:
@@ -298,11 +295,7 @@ class Store(CheckpointReader):
         return None
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is on disk.
-
-        Raises:
-            CheckpointError: If it could not be written.
-        """
+        """Waits until the last checkpoint is on disk."""
         if self._completing is not None:
             self._completing.join()
             self._completing = None

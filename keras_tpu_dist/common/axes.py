@@ -15,11 +15,7 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def split_ways(mesh: Mesh, axes: Axes) -> int:
-    """The number of different shards of a tensor with a layout.
-
-    Args:
-        axes: One entry per dimension; missing ones at the end split nothing.
-    """
+    """The number of different shards of a tensor with a layout."""
     return math.prod(axis_size(mesh, entry) for entry in axes)
 
 

@@ -105,11 +105,7 @@ class InputClock:
         waited_for_input(seconds)
 
     def launched(self, outputs: Any, last: bool = False) -> None:
-        """Notes a launch, by its outputs.
-
-        Args:
-            last: Whether training stops after it, even in the middle of an epoch.
-        """
+        """Notes a launch, by its outputs."""
         self._launched = True
         if self._watcher is not None:
             self._watcher.watch(next(iter(jax.tree.leaves(outputs)), None))

@@ -85,9 +85,6 @@ class InputPosition:
 class Progress:
     """Counts how much of an input was read and handed out.
 
-    Args:
-        batches: The iterator over the input, which may have a position of its own.
-
     Attributes:
         follows: Whether more than a count must be recorded for a batch.
     """

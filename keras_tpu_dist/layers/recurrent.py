@@ -135,7 +135,6 @@ class FastRecurrence:
 
         Args:
             shape: The global shape `(batch, time, features)`.
-            place: Where it runs; by default, found from the active distribution.
             directions: 2 if a `Bidirectional` runs both directions in one loop.
         """
         arithmetic = self._arithmetic()

@@ -258,9 +258,6 @@ def explain_model(
 ) -> Explanation:
     """Converts a placement to rows.
 
-    Args:
-        tables: From the path of a table to how it is looked up and updated.
-
     Returns:
         The explanation. An invalid layout is reported in its row; no error is raised.
     """

@@ -210,11 +210,7 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
 
 @dataclass(frozen=True)
 class DescribedValue:
-    """The description of one replica's value that all processes get.
-
-    Attributes:
-        checksum: The checksum of its elements; `0` if no other process has this replica.
-    """
+    """The description of one replica's value that all processes get."""
 
     kind: str
     shape: tuple[int, ...]
@@ -236,7 +232,6 @@ class HostParts:
     Attributes:
         blocks: The values by the number of their replica, all of one shape, at least for the
             replicas of this process.
-        axis: The dimension along which they are joined on the mesh.
     """
 
     blocks: dict[int, np.ndarray]

@@ -23,10 +23,6 @@ _BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
 def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
     """The number of steps for which an epoch needs the fewest launches.
 
-    Args:
-        num_batches: The batches of an epoch, or `None` if that is not known.
-        ragged: Whether the last batch is smaller; it is launched alone.
-
     Returns:
         A number from 1 to 32. Steps that do not fill a launch are launched one by one.
 

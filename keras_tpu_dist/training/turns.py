@@ -94,9 +94,6 @@ class Turns:
 
         Yields:
             Whether another thread's call runs too, so that this one must not change the model.
-
-        Raises:
-            RuntimeError: For a fit or train_on_batch while another thread trains the model.
         """
         if name in TRAINING:
             with self._trains(name, model):
@@ -231,11 +228,7 @@ def assign_together(assign: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def compiling(model: Any) -> Iterator[None]:
-    """The context in which a model is compiled.
-
-    Raises:
-        RuntimeError: If another thread trains it.
-    """
+    """The context in which a model is compiled."""
     turns = turns_of(model)
     turns.check_free("compile", model)
     yield
