@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import pathlib
 import signal
+import subprocess
 import sys
 
 import jax
@@ -158,6 +159,16 @@ def through_conditionals(program):
             inside.add(name)
             todo += [c for i in program.computations[name] for c in i.called]
     return inside
+
+
+def python(*arguments, code=0, timeout=300, **options):
+    """This Python's run with arguments; it must end with `code`, unless that is `None`."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, **options
+    )
+    assert code in (None, done.returncode), done.stdout[-6000:] + done.stderr[-3000:]
+    return done
 
 
 def loaded(path, name):

@@ -6,13 +6,11 @@ import os
 import pathlib
 import re
 import runpy
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, loaded
+from helpers import assert_close, loaded, python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import tensorflow_names
@@ -360,16 +358,7 @@ def test_the_whole_loop_in_tensorflow_runs(tmp_path):
     (tmp_path / "old.py").write_text(loops()[0])
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "XLA_FLAGS": ""}
     for epochs in (3, 0):  # resumed, nothing is left to do
-        done = subprocess.run(
-            [sys.executable, "-c", AS_ON_A_TPU],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = python("-c", AS_ON_A_TPU, cwd=tmp_path, env=environment)
         assert len(re.findall(r"epoch \d: loss", done.stdout)) == epochs
 
 

@@ -2,13 +2,11 @@
 
 import importlib
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, data, mlp, results
+from helpers import assert_close, data, mlp, python, results
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -114,10 +112,7 @@ assert not any(stock(each) for each in table), [str(e) for e in table if stock(e
 
 
 def test_keras_is_as_it_was_until_there_is_a_strategy():
-    done = subprocess.run(
-        [sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", UNTOUCHED)
 
 
 def test_slots_of_every_optimizer():
@@ -178,13 +173,7 @@ with keras.distribution.DataParallel().scope():
 
 @pytest.mark.slow
 def test_stock_keras_is_unchanged_where_no_strategy_is_active():
-    done = [
-        subprocess.run(
-            [sys.executable, "-c", STOCK, how], capture_output=True, text=True, timeout=300
-        )
-        for how in ("with", "without")
-    ]
-    assert done[0].returncode == done[1].returncode == 0, done[0].stderr + done[1].stderr
+    done = [python("-c", STOCK, how) for how in ("with", "without")]
     assert done[0].stdout == done[1].stdout
     assert "IndivisibleError" in done[0].stdout or "ValueError" in done[0].stdout
 
@@ -310,9 +299,7 @@ assert saved.steps == [6, 12, 18], saved.steps
 
 @pytest.mark.slow
 def test_callbacks_see_the_fit_where_there_never_was_a_strategy(tmp_path):
-    command = [sys.executable, "-c", CALLBACKS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", CALLBACKS, tmp_path)
 
 
 class Own(keras.Variable):

@@ -3,14 +3,12 @@
 import logging
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import keras
 import numpy as np
 import pytest
-from helpers import loaded
+from helpers import loaded, python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkpoint import keeping
@@ -45,14 +43,8 @@ def test_the_first_operation_of_the_disk_fails(stops):
 def test_a_sample_of_operations_that_fail():
     """All of them: `python tests/checkpoint/disk.py`."""
     # Orbax's threads raise what they also hand on, which pytest takes for a failure.
-    done = subprocess.run(
-        [sys.executable, disk.__file__, "--every", "61"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stdout
+    environment = os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    done = python(disk.__file__, "--every", "61", timeout=500, env=environment)
     assert ", 0 wrong," in done.stdout
 
 
@@ -172,9 +164,7 @@ def test_no_permission_and_the_process_ends(tmp_path):
         each.chmod(0o755)
     os.chown(folder, 65534, 65534)
     code = NO_PERMISSION.format(folders=[str(f) for f in pathlib.Path(__file__).parents[:2]])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=200
-    )
+    done = python("-c", code, folder, code=None)
     assert "ended" in done.stdout, done.stderr[-2000:]
     assert done.stderr.count("training goes on without this checkpoint") >= 1
     assert sorted(n for n in os.listdir(folder) if n != ".in_use") == []

@@ -1,10 +1,9 @@
 """A callback that is made within the call of `fit`, as the first object of ours in the process."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from helpers import python
 
 _FIT = """
 import sys
@@ -26,15 +25,7 @@ print(callback.steps)
 
 @pytest.mark.slow
 def test_it_is_one_error_and_a_line_before_is_right(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _FIT, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"KERAS_BACKEND": "jax"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-c", _FIT, tmp_path / "run", env=os.environ | {"KERAS_BACKEND": "jax"})
     error, steps = done.stdout.splitlines()[-2:]
     assert error == (
         "A callback of keras_tpu_dist must exist before fit is called. Received: Checkpoint(...) "

@@ -2,14 +2,12 @@
 
 import importlib
 import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 from checkpoint_models import PLACES, X, Y, functional, made, mlp, nested, numbers, subclassed
-from helpers import assert_close
+from helpers import assert_close, python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -262,10 +260,7 @@ def test_no_checkpoint_no_model(tmp_path):
 @pytest.mark.slow
 def test_damage_is_found_or_harmless():
     # In a process of its own: Orbax leaves the arrays behind that it was reading when one failed.
-    script = pathlib.Path(__file__).parent / "damage.py"
-    command = [sys.executable, str(script), "--cases", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    python(pathlib.Path(__file__).parent / "damage.py", "--cases", "12", timeout=500)
 
 
 @pytest.mark.slow

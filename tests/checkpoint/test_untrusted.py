@@ -6,8 +6,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 
@@ -15,7 +13,7 @@ import h5py
 import keras
 import pytest
 from checkpoint_models import X, Y, made
-from helpers import assert_close
+from helpers import assert_close, python
 from untrusted import rewrite
 
 import keras_tpu_dist as ktd
@@ -350,10 +348,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize("kind", ["orbax", "keras"])
 def test_reading_does_nothing_else(kind, tmp_path):
     # In a process of its own, as nothing takes a hook for audit events away again.
-    script = pathlib.Path(__file__).parent / "reading.py"
-    command = [sys.executable, str(script), kind, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    python(pathlib.Path(__file__).parent / "reading.py", kind, tmp_path)
 
 
 def test_what_the_page_names_is_there():

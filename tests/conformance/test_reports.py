@@ -1,14 +1,13 @@
 """The programs of docs/xla_partitioner.md: XLA still gets them wrong, as the page says."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import fault_programs
 import jax
 import numpy as np
 import pytest
+from helpers import python
 
 from keras_tpu_dist.programs.partitioner.table import FAULTS
 
@@ -57,9 +56,7 @@ def test_repaired_programs_are_right(fault):
 @pytest.mark.parametrize(("program", "printed", "present"), _reports())
 def test_xla_still_gets_it_wrong(program, printed, present):
     start = _START.replace("device_count=8", f"device_count=8 {_PATIENCE}")
-    done = subprocess.run(
-        [sys.executable, "-c", start + program], capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", start + program, code=None)
     fine = f"XLA gets this right now: its repair can go, for this XLA.\n{done.stdout}"
     if printed.startswith(("aborts", "hangs")):
         assert done.returncode < 0, fine

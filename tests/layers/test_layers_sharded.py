@@ -3,15 +3,13 @@
 import functools
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from helpers import compiled
+from helpers import compiled, python
 from jax.sharding import NamedSharding, PartitionSpec
 from recurrent import MESHES, close, without_loops
 
@@ -208,9 +206,7 @@ def test_no_collective_lies_inside_a_loop_on_tpu():
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "recurrent.py"
     case = {"cell": "LSTM", "size": (16, 8, 128), "kind": "ours"}
     cases = [case | {"mesh": mesh} for mesh in ({"data": 8}, {"data": 2, "model": 4})]
-    command = [sys.executable, str(script), "one", "--case", json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = python(script, "one", "--case", json.dumps(cases))
     schedules = json.loads(done.stdout.splitlines()[-1])
     assert [schedule["collectives_in_loops"] for schedule in schedules] == [0, 0]
     assert schedules[0]["collectives"] == 1

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 from coordinator import Counting, Store
+from helpers import python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.processes.channel import (
@@ -311,14 +312,8 @@ def test_too_late(devices):
 
 
 def run(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    return python("-c", code, code=None, env=environment)
 
 
 def test_nothing_given_and_nothing_found_is_one_process():

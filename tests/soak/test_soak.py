@@ -1,20 +1,16 @@
 """A short soak; `python tests/soak/run.py` is the long one."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import loaded
+from helpers import loaded, python
 
 RUN = Path(__file__).with_name("run.py")
 
 
 @pytest.mark.slow
 def test_nothing_grows_and_all_equals_stock():
-    command = [sys.executable, str(RUN), "--minutes", "0.25", "--rows", "5", "--seed", "343"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    done = python(RUN, "--minutes", "0.25", "--rows", "5", "--seed", "343", timeout=400)
     assert "level" in done.stdout
 
 

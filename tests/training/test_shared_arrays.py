@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import shared_arrays
-from helpers import TOLERANCE
+from helpers import TOLERANCE, python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training import buffers
@@ -47,14 +45,8 @@ def test_nobody_loses_a_split_array(case, layout):
 )
 def test_a_model_of_many_variables(case, mesh):
     """By default the state of so many is donated; at fault, the process dies."""
-    done = subprocess.run(
-        [sys.executable, shared_arrays.__file__, case, json.dumps(mesh), "21"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=Path(__file__).parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = shared_arrays.__file__, case, json.dumps(mesh), "21"
+    done = python(*arguments, timeout=600, cwd=Path(__file__).parent)
     assert float(done.stdout.split()[-1]) <= TOLERANCE
 
 
