@@ -234,13 +234,8 @@ def test_a_layer_made_anew_in_each_trace_is_an_error(four):
 
 
 def classifier():
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(16, activation="relu"),
-            keras.layers.Dense(3),
-        ]
-    )
+    hidden = keras.layers.Dense(16, activation="relu")
+    return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3)])
 
 
 CROSS_ENTROPY = {"from_logits": True, "reduction": "sum_over_batch_size"}
@@ -256,18 +251,7 @@ def custom_loop(strategy, optimizer, x, y, batch_size, epochs=2):
 
     def train_step(batch):
         x, y = batch
-
-        def compute_loss(weights, others):
-            logits, others = model.stateless_call(weights, others, x, training=True)
-            return cross_entropy(y, logits), (logits, others)
-
-        gradient = jax.value_and_grad(compute_loss, has_aux=True)
-        (loss, (logits, _)), gradients = gradient(
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-        )
-        gradients = context().all_reduce("mean", gradients)
-        optimizer.apply(gradients, model.trainable_variables)
+        loss, logits = stepped(model, optimizer, x, lambda logits: cross_entropy(y, logits))
         loss_mean.update_state(loss)
         accuracy.update_state(y, logits)
         return loss
