@@ -5,7 +5,6 @@
     PYTHONPATH=. python tests/grid.py --mesh data2_model4
     PYTHONPATH=. python tests/grid.py --part 0 2       # every second group, as one of two processes
     PYTHONPATH=. python tests/grid.py --steps 1 2 7    # some columns only
-    PYTHONPATH=. python tests/grid.py --weight-first   # products as for large kernels
 
 A group is one compiled program: Keras's layer, and ours with every `unroll`, run with every
 kind of mask. Outputs, states and the gradients of every weight, the input and the initial state
