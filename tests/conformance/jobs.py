@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -202,25 +202,10 @@ def _worst(got: dict, expected: dict, job: Job) -> tuple[float, str]:
 def _moved(job: Job) -> dict[str, np.ndarray]:
     """Results of a family of moves and their gradients."""
     x = np.arange(1.0, job.rows + 1, dtype="float32") / job.rows
-    found = {}
-    for gradient in (False, True):
-        if job.mesh == "1":
-            function = jax.jit(moves.results(job.case, job.rows, gradient, lambda y: y))
-            found.update(_named({f"gradient {gradient}": function(x)}))
-            continue
-        mesh = _mesh(job.mesh)
-        placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
-        laid = lambda y: jax.lax.with_sharding_constraint(y, placer.sharding(0 if y.ndim else None))  # noqa: E731
-        function = moves.results(job.case, job.rows, gradient, laid)
-
-        def program(batch):
-            results = function(placer.trim(batch))
-            return jax.lax.with_sharding_constraint(results, named_sharding(mesh))
-
-        layouts = lambda batch: (placer.shardings(batch),)  # noqa: E731
-        program = Jitted(program, mesh, layouts) if job.repair else jax.jit(program)
-        found.update(_named({f"gradient {gradient}": program(placer.place(x))}))
-    return found
+    results = lambda laid, gradient: moves.results(job.case, job.rows, gradient, laid)  # noqa: E731
+    if job.mesh == "1":
+        return _of_both(lambda gradient: jax.jit(results(lambda y: y, gradient))(x))
+    return _of_both(lambda gradient: _over_mesh(job, gradient, results, (x,)))
 
 
 def _paired(job: Job) -> dict[str, np.ndarray]:
@@ -233,33 +218,40 @@ def _paired_in(job: Job, dtype: str) -> dict[str, np.ndarray]:
     cases = job.case.split(TOGETHER)
     x, ids = pairs.arrays(cases[0], job.rows)
     batch = nudged(x.astype(dtype), job), ids
-    found = {}
-    for gradient in (False, True):
-        if job.mesh == "1":
-            made = pairs.results(cases, lambda y: y, gradient)
-            # One by one: compiled for one device, `x[order].at[1:3]` updated by rows of its own is
-            # wrong, for XLA on CPU writes over what it still reads (openxla/xla#49176).
-            with jax.disable_jit():
-                found.update(_named({f"gradient {gradient}": made(*map(jax.numpy.asarray, batch))}))
-            continue
-        mesh = _mesh(job.mesh)
-        placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
+    results = lambda laid, gradient: pairs.results(cases, laid, gradient)  # noqa: E731
+    if job.mesh == "1":
+        # One by one: compiled for one device, `x[order].at[1:3]` updated by rows of its own is
+        # wrong, for XLA on CPU writes over what it still reads (openxla/xla#49176).
+        with jax.disable_jit():
+            arrays = [*map(jax.numpy.asarray, batch)]
+            return _of_both(lambda gradient: results(lambda y: y, gradient)(*arrays))
+    along = batch[0].ndim == 3
+    return _of_both(lambda gradient: _over_mesh(job, gradient, results, batch, along))
 
-        def laid(y, placer=placer):
-            rows = 0 if y.ndim else None
-            time = placer.time(y, rows) if batch[0].ndim == 3 and y.ndim > 1 else None
-            return jax.lax.with_sharding_constraint(y, placer.sharding(rows, time))
 
-        made = pairs.results(cases, laid, gradient)
+def _of_both(results: Callable) -> dict[str, np.ndarray]:
+    return _named({f"gradient {gradient}": results(gradient) for gradient in (False, True)})
 
-        def program(batch, mesh=mesh, placer=placer, made=made):
-            results = made(*placer.trim(batch))
-            return jax.lax.with_sharding_constraint(results, named_sharding(mesh))
 
-        layouts = lambda batch, placer=placer: (placer.shardings(batch),)  # noqa: E731
-        program = Jitted(program, mesh, layouts) if job.repair else jax.jit(program)
-        found.update(_named({f"gradient {gradient}": program(placer.place(batch))}))
-    return found
+def _over_mesh(job: Job, gradient: bool, results: Callable, batch: tuple, along=False) -> Any:
+    """What `results(laid, gradient)` computes of a batch in parts of its rows, and of its time."""
+    mesh = _mesh(job.mesh)
+    placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
+
+    def laid(y):
+        rows = 0 if y.ndim else None
+        time = placer.time(y, rows) if along and y.ndim > 1 else None
+        return jax.lax.with_sharding_constraint(y, placer.sharding(rows, time))
+
+    made = results(laid, gradient)
+
+    def program(batch):
+        results = made(*placer.trim(batch))
+        return jax.lax.with_sharding_constraint(results, named_sharding(mesh))
+
+    layouts = lambda batch: (placer.shardings(batch),)  # noqa: E731
+    program = Jitted(program, mesh, layouts) if job.repair else jax.jit(program)
+    return program(placer.place(batch))
 
 
 def tolerance(job: Job) -> float:
