@@ -56,11 +56,15 @@ class Worker:
         line = self._line()
         seconds = time.perf_counter() - start
         if line is None or not line:
-            outcome = "hang" if line is None else "abort"
+            outcome, ended = "hang", ""
+            if line is not None:
+                # A negative one is a signal.
+                outcome, ended = "abort", f"exit code {self._process.wait()}: "
             self._log.seek(0)
-            words = [line for line in self._log if line.startswith(("F", "E"))]
+            lines = self._log.readlines()
+            words = [line for line in lines if line.startswith(("F", "E"))] or lines[-3:]
             self.stop()
-            return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
+            return Finding(job, outcome, ended + "".join(words)[:300].strip(), seconds)
         answer = json.loads(line)
         if "error" in answer:
             refused = any(words in answer["error"] for words in _REFUSALS)
@@ -86,7 +90,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
 
     def _line(self) -> str | None:
