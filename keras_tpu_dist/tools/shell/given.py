@@ -106,7 +106,8 @@ def _search_in(*folders: str | os.PathLike[str]) -> None:
 
     Python puts the folder of a program first: with a `random.py` in it, Keras imports that one.
     """
-    for path in map(os.path.realpath, folders):
+    for folder in folders:
+        path = str(os.path.realpath(folder))
         if path not in sys.path:
             sys.path.append(path)
 
