@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.processes.arrays import put, whole
@@ -30,8 +30,8 @@ class Leaf:
         rows: The dimension of `value` that holds the replica's rows, with a dynamic batch.
         length: The dimension of `value` that is padded to a bucket.
         generator: The generator, if `value` is the data of a key of `jax.random`.
-        layout: The layout of an array that axes other than those of the rows split, such as a
-            sequence's.
+        layout: The layout of an array, of one step, that axes other than those of the rows split,
+            such as a sequence's.
         steps: The `Steps` whose array is `value`, if there is a different array for every step.
     """
 
@@ -155,8 +155,7 @@ class Call:
 def _of_step(leaf: Leaf, number: int) -> Leaf:
     value = leaf.steps[number] if leaf.steps is not None else leaf.value
     if isinstance(value, PerReplica):
-        layout = None if leaf.layout is None else _layout_of(value.array)
-        return replace(leaf, value=value.array, source=value, steps=None, layout=layout)
+        return replace(leaf, value=value.array, source=value, steps=None)
     return replace(leaf, value=value, steps=None)
 
 
@@ -225,6 +224,8 @@ def _leaf_of_steps(steps: Steps, options: RunOptions, strategy) -> Leaf:
     if isinstance(described, PerReplica):
         leaf = _split_leaf(described, None, options, strategy)
         layout = None if strategy.placer.sequence_axis is None else _layout_of(steps.array)
+        if layout is not None:
+            layout = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
         return replace(leaf, value=steps.array, steps=steps, layout=layout)
     return Leaf(steps.array, steps=steps)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import runtime_error, value_error
@@ -87,6 +87,13 @@ class _Scan:
     steps: int
     stepped: tuple[bool, ...]
     every: bool
+
+
+def _of_steps(layout: NamedSharding | None, stepped: bool) -> NamedSharding | None:
+    """The layout of an array for each step, stacked along a new first dimension."""
+    if layout is None or not stepped:
+        return layout
+    return NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
 
 
 @dataclass
@@ -316,6 +323,8 @@ class ReplicaProgram:
         def layouts(inputs, consumed):
             mirrored = [self._layout(v) for v in known.shared]
             arrays = [place.layout for place in self._places]
+            if scan:
+                arrays = list(map(_of_steps, arrays, scan.stepped))
             others = {**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored}
             return others, [self._layout(v) for v in known.consumed]
 

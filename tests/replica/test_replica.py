@@ -184,7 +184,7 @@ def test_convolutions_over_split_sequences(devices, form, in_one_launch):
     """XLA sums a gradient over the devices of a further axis too: the axes must be known."""
     strategy = ktd.TPUStrategy({"data": 2, "sequence": 2, "model": 2}, devices=devices)
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(8, 12, 6)).astype("float32")
+    x = rng.normal(size=(12, 12, 6)).astype("float32")
     kernel = rng.normal(size=(2, 6, 8)).astype("float32")
 
     def gradient(x):
@@ -201,13 +201,32 @@ def test_convolutions_over_split_sequences(devices, form, in_one_launch):
 
     dataset = strategy.distribute_dataset(x, batch_size=4)
     if in_one_launch:
-        ((steps, found),) = strategy.loop(step, dataset, steps_per_launch=2)
-        assert steps == 2
+        # The last batch is launched by itself.
+        *_, (steps, found) = strategy.loop(step, dataset, steps_per_launch=2)
+        assert steps == 3
     else:
         found = [strategy.run(step, (batch,)) for batch in dataset][-1]
-    expected = np.asarray(gradient(x[4:]))
+    expected = np.asarray(gradient(x[8:]))
     for of_replica in strategy.local_results(found):
         assert_close(np.asarray(of_replica), expected)
+
+
+def test_split_tokens_in_launches_of_several_steps(devices):
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 2, "model": 2}, devices=devices)
+    tokens = np.arange(10 * 12, dtype="int32").reshape(10, 12)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+
+    def step(tokens):
+        total = context().all_reduce("sum", jnp.sum(tokens))
+        weight.assign(weight + 1)
+        return total
+
+    dataset = strategy.distribute_dataset(tokens[:8], batch_size=4)
+    launches = strategy.loop(step, dataset, steps_per_launch=2, outputs="all")
+    ((_, totals),) = list(launches)
+    assert strategy.local_results(totals)[0].tolist() == [tokens[:4].sum(), tokens[4:8].sum()]
+    assert float(weight) == 3
 
 
 def test_reduce_of_a_value_all_replicas_share(two, devices):
