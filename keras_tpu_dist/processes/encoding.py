@@ -22,6 +22,8 @@ MOST_BYTES = 16 * 2**20
 # The largest part of an array that one process provides for a step; a larger one is from a
 # stranger.
 _MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
+# Code that reads a message may call itself for each level.
+_MOST_DEPTH = 32
 _NUMBERS = frozenset(
     str(np.dtype(kind))
     for kind in (
@@ -65,9 +67,20 @@ def decoded(text: str, *, where: str = "a message") -> Any:
     if len(text) > MOST_BYTES:
         raise malformed(where, f"more than {MOST_BYTES} characters: {text[:80]!r}")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise malformed(where, f"no JSON: {text[:80]!r}") from None
+    if not _is_nested(value, _MOST_DEPTH):
+        raise malformed(where, f"more than {_MOST_DEPTH} levels: {text[:80]!r}")
+    return value
+
+
+def _is_nested(value: Any, most: int) -> bool:
+    """Whether plain data has at most so many levels of lists and dicts."""
+    if not isinstance(value, (list, dict)):
+        return True
+    members = value.values() if isinstance(value, dict) else value
+    return most > 0 and all(_is_nested(member, most - 1) for member in members)
 
 
 def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:

@@ -386,7 +386,7 @@ def test_an_assignment_to_no_logical_device_is_an_error():
         with pytest.raises(ValueError, match=r"output of a layer, or a function can be assigned"):
             strategy.assign_to_logical_device(target, 0)
     model = built(lambda: small(4), strategy)
-    with pytest.raises(ValueError, match=r"logical device=4.*'model': 4.*Assign it to 0 to 3"):
+    with pytest.raises(ValueError, match=r"logical device=4.*devices=4.*Assign it to 0 to 3"):
         fit(model)
     array = jax.numpy.ones(3)
     assert strategy.assign_to_logical_device(array, 3) is array

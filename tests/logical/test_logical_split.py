@@ -105,8 +105,8 @@ def test_plain_meshes_express_what_their_axes_can():
 STRATEGY_ERRORS = [
     ((2, 8), [1, 4, 1], r"one number for every dimension of the tensor.*\(2, 8\).*Give 2 numbers"),
     ((2, 6), [1, 4], r"Dimension 1 must be divisible.*\(2, 6\).*\[1, 4\].*Pad it to 8"),
-    ((2, 8), [1, 2], r"product of partition_dimensions must be.*replica, 4\..*product=2"),
-    ((2, 8), [1, 8], r"product=8.*replicas of 8 with mesh=DeviceAssignment"),
+    ((2, 8), [1, 2], r"product of partition_dimensions must be.*replica, 4\..*\[1, 2\]"),
+    ((2, 8), [1, 8], r"\[1, 8\].*build the mesh with DeviceAssignment"),
     ((3, 8), [1, 4], r"Outside of compiled code, the batch must be divisible.*multiple of 2 rows"),
 ]
 

@@ -83,7 +83,7 @@ def test_a_batch_that_does_not_fit_the_model(donate, steps):
 
     for wrong, words in (
         ((X[:8, :5], Y[:8]), r"expected.*6|incompatible"),
-        ((X[:8], np.zeros((8, 3, 7))), "shape"),
+        ((X[:8], np.zeros((8, 3, 7), "float32")), "shape"),
     ):
         model = built(mlp, _strategy(donate_state=donate))
         with pytest.raises(ValueError, match=words):

@@ -102,7 +102,7 @@ def _module_named(name: str) -> Any:
 
 
 def _search_in(*folders: str | os.PathLike[str]) -> None:
-    """Lets the user's code import what is in folders, and nobody else import it by mistake.
+    """Lets the user's code import what is in folders, behind what is installed.
 
     Python puts the folder of a program first: with a `random.py` in it, Keras imports that one.
     """
