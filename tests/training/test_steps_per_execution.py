@@ -7,12 +7,14 @@ import pytest
 from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
+from benchmarks.compilations import counted
 from keras_tpu_dist import _keras
+from keras_tpu_dist.programs.equal import EXECUTABLES
 from keras_tpu_dist.training import loop
 
 
-class Counting(keras.Model):
-    """Counts the traces of its steps; dropout, batch statistics and a metric are its state."""
+class Layered(keras.Model):
+    """Dropout, batch statistics and a metric are its state."""
 
     def __init__(self):
         super().__init__()
@@ -22,28 +24,15 @@ class Counting(keras.Model):
             keras.layers.Dropout(0.2),
             keras.layers.Dense(3, activation="softmax"),
         ]
-        self.traces = []
 
     def call(self, x, training=False):
         for layer in self.layers_of_it:
             x = layer(x, training=training) if layer.name[0] in "bd" else layer(x)
         return x
 
-    def train_step(self, state, data):
-        self.traces.append(("train", len(data[0])))
-        return super().train_step(state, data)
-
-    def test_step(self, state, data):
-        self.traces.append(("test", len(data[0])))
-        return super().test_step(state, data)
-
-    def predict_step(self, state, data):
-        self.traces.append(("predict", len(keras.tree.flatten(data)[0])))
-        return super().predict_step(state, data)
-
 
 def _build(steps_per_execution, optimizer=lambda: keras.optimizers.Adam(0.01)):
-    return in_launches(steps_per_execution, Counting, optimizer, metrics=["accuracy"])
+    return in_launches(steps_per_execution, Layered, optimizer, metrics=["accuracy"])
 
 
 def _strategy():
@@ -69,14 +58,15 @@ def test_any_number_of_steps_equals_one_by_one(steps, tail):
     x, y = data(4 * steps + tail)
     expected = _run(built(_build(1), _strategy()), x, y)
     for n in (2, 7, 32):
-        model = built(_build(n), _strategy())
-        assert_close(_run(model, x, y), expected, 1e-6)
-        # Traced: the scan where it fits, the single step for what is left over, the tail.
+        EXECUTABLES.clear()
+        with counted() as counts:
+            assert_close(_run(built(_build(n), _strategy()), x, y), expected, 1e-6)
+        # Compiled: the scan where it fits, the single step for what is left over, the tail.
         scans, single = steps >= n, bool(steps % n) or (tail and steps % n) or steps < n
         mixed = tail and (steps + 1) % n == 0 and steps % n
         bound = int(scans) + int(bool(single or mixed)) + int(bool(tail))
         for kind in ("train", "test", "predict"):
-            assert len([t for t in model.traces if t[0] == kind]) <= bound
+            assert 1 <= counts[f"{kind}_step"] + counts[f"{kind}_steps"] <= bound
 
 
 @pytest.mark.slow
