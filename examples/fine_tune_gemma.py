@@ -137,18 +137,21 @@ def train(epochs):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--levers", action="store_true")
+    parser.add_argument("--levers", nargs="*", choices=LEVERS, help="these ones; by default all")
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     if not options.dry_run:
         ktd.simulate(8)
         train(options.epochs)
         return
-    run = dry_run()
-    print(run)
-    print(line("all of them", run), flush=True)
-    for name, without in LEVERS.items() if options.levers else ():
-        print(line(f"without {name}", dry_run(**without)), flush=True)
+    if not options.levers:
+        run = dry_run()
+        print(run)
+        print(line("all of them", run), flush=True)
+    if options.levers is None:
+        return
+    for name in options.levers or LEVERS:
+        print(line(f"without {name}", dry_run(**LEVERS[name])), flush=True)
 
 
 if __name__ == "__main__":

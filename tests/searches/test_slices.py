@@ -74,6 +74,13 @@ def test_nothing_fits():
         found.strategy()
 
 
+def test_nothing_was_compiled():
+    found = ktd.compare_slices([Ranking("v5e:4x4", ())])
+    assert str(found) == "v5e:4x4: nothing fits"
+    assert found.to_dict()["candidates"] == []
+    assert "nothing fits" in found.to_html()
+
+
 def test_the_page_escapes_names():
     page = ktd.compare_slices([made_comparison(), made_comparison("v6e:4x4")]).to_html()
     assert "<script>document.title" not in page

@@ -173,8 +173,11 @@ class SliceRanking(Page):
         # With prices, these follow from others.
         known = ("chip-s/1k rows", "chips x step") if self.prices else ("chip-s/1k rows",) * alike
         columns = [name for name in _IN_TEXT if name not in known]
-        table = grouped_table(self.candidates, _text_cells, columns, ("memory", "step"))
-        return "\n".join([*wrapped(self._title(), text_width()), table, *self._lines()])
+        lines = wrapped(self._title(), text_width())
+        if self.candidates:
+            leave_out = ("memory", "step")
+            lines.append(grouped_table(self.candidates, _text_cells, columns, leave_out))
+        return "\n".join([*lines, *self._lines()])
 
     def _title(self) -> str:
         names = ", ".join(ranking.topology for ranking in self.rankings)
