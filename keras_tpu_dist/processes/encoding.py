@@ -46,7 +46,7 @@ _NUMBERS = frozenset(
 )
 _TEXTS = re.compile(r"object|[<>|=]?[OSU]\d{0,9}")
 # What Python raises if plain data has another form than the one it is read as.
-MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 class PeerError(RuntimeError):

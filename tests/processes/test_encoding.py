@@ -170,3 +170,9 @@ def test_a_strangers_entries_are_left_out(caplog):
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "entries that no process of this run wrote" in said
     assert "a malformed entry 'alive' of the host channel is ignored" in said
+
+
+@pytest.mark.parametrize("entry", ["[Infinity, '', 0]", "[1, '', NaN]", "[1]", "7", "{}"])
+def test_the_watch_goes_on_after_any_entry(entry):
+    store = Store(**{"alive/1": entry.replace("'", '"')})
+    assert Channel(store, 0, 2).read_valid("alive", watch._alive) == {}
