@@ -251,7 +251,8 @@ def described_structure(node: Any) -> Any:
         return [type(node).__name__, *items]
     if not jax.tree.structure(node) == jax.tree.structure(0):
         raise value_error(
-            'Batches with input="per_process" are arrays in tuples, lists and dicts.',
+            'Batches with input="per_process" are arrays in tuples, lists and dicts whose keys are '
+            "strings or integers.",
             received=f"{type(node).__name__}: {str(node)[:80]}.",
             fix="Convert it to a dict or a tuple.",
         )
@@ -265,11 +266,14 @@ def structure_of(described: Any, arrays: Iterator) -> Any:
         PeerError: If it is not a structure, or one with another number of arrays.
     """
     left = [*arrays]
+    number = len(left)
     try:
         batch = _built(described, left)
+        # A dict may name a key twice, or have keys that JAX cannot sort.
+        built = len(jax.tree.leaves(batch))
     except MALFORMED as error:
         raise malformed("a batch of another process", f"{error!r:.80}") from error
-    if left:
+    if built < number:
         raise malformed("a batch of another process", "a structure of fewer arrays")
     return batch
 

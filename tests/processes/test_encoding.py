@@ -104,6 +104,8 @@ STRUCTURES = st.recursive(
 
 @settings(max_examples=300)
 @given(STRUCTURES | PLAIN, st.integers(0, 3))
+@example(["dict", ["a", 0], ["a", 0]], 2)
+@example(["dict", ["a", 0], [1, 0]], 2)
 def test_a_strange_structure_is_our_error(described, number):
     batch, error = outcome(lambda: structure_of(described, iter(np.zeros(number))))
     assert len(jax.tree.leaves(batch)) == number if error is None else is_ours(error)
