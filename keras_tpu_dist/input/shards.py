@@ -46,7 +46,7 @@ class InputShard(Printed):
         numbers = listed and all(is_count(process, 0) for process in self.processes)
         if self.index >= self.count or not numbers:
             raise value_error(
-                "The index of an input shard is below their count.",
+                "The index of an input shard is below their count, and processes are numbers.",
                 received={"index": self.index, "count": self.count} | {"processes": self.processes},
                 fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
             )
