@@ -168,7 +168,7 @@ class Turns:
             if self._changed.wait(_LOOK_AFTER_S):
                 continue
             if time.monotonic() > warn_at:
-                logger.warning("%s", waits)
+                logger.warning("%s; if that thread waits for this one, neither ends", waits)
                 warn_at = time.monotonic() + _WARN_AFTER_S
 
 

@@ -11,6 +11,7 @@ import pytest
 from helpers import At, assert_close, compiled, data
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.training import turns
 
 X, Y = data(40)
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
@@ -132,6 +133,31 @@ def test_a_callback_joins_a_thread_that_predicts(own, moment):
         trained.fit(X[:16], np.eye(3)[Y[:16]], batch_size=8, verbose=0, callbacks=[Joins()])
     assert set(beside) == {(3, 3)}
     assert len(beside) == (4 if "batch" in moment else 2)
+
+
+def test_a_generator_that_waits_for_a_prediction_is_told_why(monkeypatch, caplog):
+    """Keras reads a batch to build the model, so the two would wait for each other for ever."""
+    monkeypatch.setattr(turns, "_WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(turns, "_LOOK_AFTER_S", 0.01)
+    with ktd.TPUStrategy().scope():
+        trained = keras.Sequential([keras.layers.Dense(3)])
+        trained.compile("sgd", "mse")
+    predicts = threading.Thread(target=lambda: trained.predict(X[:3], verbose=0))
+    words = "waits until the fit that another thread began has built it; if that thread waits for"
+
+    def batches():
+        predicts.start()
+        for _ in range(1000):
+            predicts.join(0.05)
+            if words in caplog.text:
+                break
+        while True:
+            yield X[:8], np.eye(3, dtype="float32")[Y[:8]]
+
+    trained.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
+    predicts.join(60)
+    assert words in caplog.text
+    assert not predicts.is_alive()
 
 
 def test_a_step_function_beside_a_thread_that_builds(monkeypatch):
