@@ -197,10 +197,10 @@ class Runner:
     def begins_again(self, model: Any) -> bool:
         """Whether the train launch that starts now ran before training was interrupted."""
         call = running_call()
-        left = 0 if call is None else call.member.fit.batches_to_skip
-        call = running_call()
-        chosen = None if call is None else call.auto_steps.of(model)
-        return left > 0 and left >= (chosen or model.steps_per_execution)
+        if call is None:
+            return False
+        left = call.member.fit.batches_to_skip
+        return left > 0 and left >= (call.auto_steps.of(model) or model.steps_per_execution)
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
         """The values of a model's variables, as a step takes them."""
