@@ -160,6 +160,7 @@ def _records() -> list[Replacement]:
 _ASSIGNING = (
     ("keras:Layer", "set_weights"),
     ("keras.optimizers:Optimizer", "finalize_variable_values"),
+    ("keras.optimizers:MultiOptimizer", "finalize_variable_values"),
     ("keras.callbacks:SwapEMAWeights", "_swap_variables"),
 )
 

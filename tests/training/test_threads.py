@@ -440,15 +440,33 @@ def swapped(trained):
     trained.evaluate(X, np.eye(3)[Y], verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
 
 
-@pytest.mark.parametrize("assign", [averaged_fit, given_weights, swapped])
-def test_weights_that_are_assigned_one_by_one_are_not_mixed(assign, monkeypatch):
+def averaging():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+
+
+def several_averaging():
+    """One for the first kernel, another for the rest."""
+    optimizers = keras.optimizers.OptimizerMap(averaging(), {".*first/.*": averaging()})
+    return keras.optimizers.MultiOptimizer(optimizers)
+
+
+@pytest.mark.parametrize(
+    ("assign", "optimizer"),
+    [
+        (averaged_fit, averaging),
+        (averaged_fit, several_averaging),
+        (given_weights, averaging),
+        (swapped, averaging),
+    ],
+)
+def test_weights_that_are_assigned_one_by_one_are_not_mixed(assign, optimizer, monkeypatch):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
     with strategy.scope():
         keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(8, use_bias=False) for _ in range(3)]
+        names = ("first", "second", "third")
+        layers = [keras.layers.Dense(8, use_bias=False, name=name) for name in names]
         trained = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
-        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
-        compiled(trained, optimizer, "mse")
+        compiled(trained, optimizer(), "mse")
     trained.fit(X, np.eye(3)[Y], batch_size=8, epochs=2, verbose=0)
     # A fit ends with its averages; these steps do not.
     for _ in range(3):
