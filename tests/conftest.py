@@ -36,6 +36,7 @@ import jax
 import keras
 import pytest
 
+from keras_tpu_dist.common import once
 from keras_tpu_dist.programs.equal import EXECUTABLES
 
 # Models to compare with run under no strategy.
@@ -125,8 +126,9 @@ def pytest_make_collect_report(collector):
 
 @pytest.fixture(autouse=True)
 def _fresh_keras():
-    """No distribution, name counters and executables leak from one test into the next."""
+    """No distribution, name counters, executables and messages leak from one test into the next."""
     EXECUTABLES.clear()
+    once.forget()
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist import TPUStrategy, _keras, attention
 from keras_tpu_dist.attention import dispatch, kernel
-from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware.chips import CHIPS
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -148,7 +147,6 @@ def test_equals_float64(case, time_axis, mesh, caplog):
     if time_axis is not None:
         mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(SEQUENCES))
     (q, k, v), g, bias, mask = inputs(case)
-    once.forget()
 
     @jax.jit
     def ours(q, k, v, bias):
@@ -417,7 +415,6 @@ def test_short_sequences_are_left_to_xla(time, source, chips, width, masked):
 
 def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
     caplog.set_level(logging.INFO, "keras_tpu_dist")
-    once.forget()
     x = jnp.ones((4, 8, 2, 4))
     for _ in range(2):
         attention.dot_product_attention(x, x, x, mesh=mesh, **OPTIONS)

@@ -204,7 +204,6 @@ def test_lines_of_another_form_are_left_out(tmp_path, capsys):
 
 
 def test_a_full_file_is_one_warning_and_a_remark(counting, tmp_path, monkeypatch, caplog, capsys):
-    once.forget()
     path = tmp_path / "goodput.jsonl"
     one = counting()
     one.write()

@@ -10,7 +10,6 @@ import pytest
 from helpers import assert_close, built, compiled, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware import compiler_options, versions
 from keras_tpu_dist.hardware.compiler_options import (
     OVERLAP,
@@ -91,7 +90,6 @@ def version():
 )
 def test_a_libtpu_that_nothing_helps_is_a_warning(version, reports, monkeypatch, caplog):
     """Also beside a jaxlib that is right: the two are released apart."""
-    once.forget()
     for module in (compiler_options, versions):
         monkeypatch.setattr(module, "libtpu_version", lambda: version)
     for _ in range(2):

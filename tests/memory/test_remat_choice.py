@@ -12,7 +12,6 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common import once
 from keras_tpu_dist.memory.blocks import blocks, matching
 from keras_tpu_dist.memory.remat import LayerPolicies, policy_of
 
@@ -150,7 +149,6 @@ def test_blocks_are_what_a_model_repeats():
 
 
 def test_what_one_word_chose_is_said(caplog):
-    once.forget()
     with caplog.at_level(logging.INFO, "keras_tpu_dist"):
         LayerPolicies("full").choose(stack("block_0", "block_1"))
     assert "2 layer(s) of model 'model' are recomputed, from 'model/block_0' to" in caplog.text

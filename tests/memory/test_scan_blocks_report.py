@@ -12,7 +12,6 @@ from helpers import assert_close
 from jax.ad_checkpoint import checkpoint_name
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 from keras_tpu_dist.memory.scan_blocks import is_scanned
 
 L = keras.layers
@@ -241,7 +240,6 @@ def test_models_that_cannot_be_looked_into():
 
 
 def test_calls_that_are_not_compiled_run_block_by_block(caplog):
-    once.forget()
     model = row()
     before = model(rows())
     ktd.scan_blocks(model)

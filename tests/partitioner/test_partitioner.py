@@ -11,7 +11,6 @@ from helpers import assert_close, built, mlp
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 from keras_tpu_dist.programs.partitioner import Jitted, rewrite
 from keras_tpu_dist.programs.partitioner.spread import Spread
 from keras_tpu_dist.programs.partitioner.table import FAULTS, by_operation
@@ -410,7 +409,6 @@ def test_a_repaired_step_still_updates_its_state_in_place():
 
 
 def test_a_step_run_eagerly_says_that_batches_are_whole(caplog):
-    once.forget()
     strategy = ktd.TPUStrategy(MESHES[0])
     model = built(embedding_classifier(run_eagerly=True), strategy)
     with caplog.at_level("WARNING", logger="keras_tpu_dist"):

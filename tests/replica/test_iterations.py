@@ -10,7 +10,6 @@ import pytest
 from helpers import loaded
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 
 pytest.importorskip("orbax.checkpoint")
 iterations = loaded(pathlib.Path(__file__).with_name("iterations.py"), "iterations")
@@ -35,7 +34,6 @@ def number(batch):
 @pytest.mark.parametrize("where", ["behind", "within", "left"])
 def test_a_second_pass_within_an_epoch_does_not_move_training(loop, where, caplog):
     dataset, saved = loop
-    once.forget()
     for i, _ in enumerate(dataset):
         if i == 1:
             for j, _ in enumerate(dataset):

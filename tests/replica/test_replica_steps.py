@@ -512,7 +512,6 @@ def test_the_program_sums_gradients_for_an_update_alone(launches):
 
 
 def test_gradients_that_are_changed_before_the_update_are_summed_every_time(caplog):
-    ktd.common.once.forget()
     strategy = ktd.TPUStrategy()
     dataset = strategy.distribute_dataset(data(13 * 4), batch_size=13)
     with strategy.scope():

@@ -9,7 +9,6 @@ from helpers import assert_close, built, compiled
 from keras import ops
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 from keras_tpu_dist.programs.tables import exchange
 from keras_tpu_dist.programs.tables import step as tables_step
 from keras_tpu_dist.programs.tables.step import uses
@@ -53,11 +52,6 @@ PATTERNS = {
     "distinct": lambda rng, shape: np.arange(np.prod(shape)).reshape(shape) % ROWS,
     "beyond": lambda rng, shape: rng.integers(-ROWS, ROWS, shape),
 }
-
-
-@pytest.fixture(autouse=True)
-def _every_warning():
-    once.forget()
 
 
 def ranking(optimizer=OPTIMIZERS["adagrad"], steps=1, dtype=None, **table):

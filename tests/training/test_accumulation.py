@@ -163,7 +163,6 @@ def every_batch(caplog):
     ],
 )
 def test_what_is_summed_at_every_batch_is_said_once(kind, steps, words, caplog, monkeypatch):
-    ktd.common.once.forget()
     recurrent = lambda: keras.Sequential([keras.Input((8,)), L.Reshape((4, 2)), L.LSTM(8)])  # noqa: E731
     monkeypatch.setitem(MODELS, "reads", ReadsGradients)
     monkeypatch.setitem(MODELS, "lstm", recurrent)

@@ -141,7 +141,6 @@ DOORS = {
 @pytest.mark.parametrize("first", ["variable", "layer", "model"])
 def test_clear_session_does_not_turn_distribution_off(expected, door, first, caplog):
     """Whatever is made first after it, and whichever way the strategy was made the active one."""
-    once.forget()
     strategy = ktd.TPUStrategy()
     with DOORS[door](strategy):
         keras.utils.clear_session(free_memory=first == "model")
@@ -297,7 +296,6 @@ def test_a_variable_is_shown_where_it_will_lie(layout):
 @pytest.fixture
 def warned(monkeypatch, caplog):
     """The warnings of a forgotten scope since the last call, of strategies of this test."""
-    once.forget()
     monkeypatch.setattr(logging.getLogger("keras_tpu_dist"), "filters", [])
     monkeypatch.setattr(membership, "_alive", weakref.WeakSet())
 

@@ -10,7 +10,6 @@ import pytest
 from helpers import assert_close, built, compiled, data, mlp, sequential
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
@@ -105,7 +104,6 @@ def test_a_variable_keeps_its_layout(way):
 
 
 def test_a_model_whose_devices_are_not_here(monkeypatch, caplog):
-    once.forget()
     strategy = ktd.TPUStrategy({"data": 2}, devices=jax.devices()[6:])
     made = built(mlp, strategy)
     pickled, alone = pickle.dumps(made), pickle.dumps(strategy)
@@ -165,7 +163,6 @@ def test_a_trainer_that_is_no_model(layout):
 
 @pytest.mark.slow
 def test_what_costs_time_or_memory_is_a_warning_once(caplog):
-    once.forget()
     for _ in range(2):
         strategy = ktd.TPUStrategy({"date": 4, "model": 2})
     ktd.TPUStrategy({"model": 8}, data_axes=())

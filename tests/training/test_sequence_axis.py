@@ -13,7 +13,6 @@ from helpers import assert_close, built, compiled, results
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once
 
 kl = keras.layers
 TIME, VOCABULARY = 8, 23
@@ -201,7 +200,6 @@ def test_batches_with_time_first_are_split_over_sequence_and_data():
 
 
 def test_a_batch_without_a_time_that_divides_is_whole_and_said(caplog):
-    once.forget()
     strategy = ktd.TPUStrategy({"data": 2, "sequence": 4})
     tokens, rows = np.zeros((4, 6), "int32"), np.zeros((4, 8), "float32")
     with caplog.at_level(logging.WARNING):
@@ -235,7 +233,6 @@ def test_a_time_that_does_not_divide_equals_one_device(mesh):
 
 
 def test_plans_split_state_over_it_and_no_weight_by_itself(caplog):
-    once.forget()
     with caplog.at_level(logging.WARNING):
         strategy = ktd.TPUStrategy({"sequence": 8}, "fsdp")
     assert not caplog.records  # no data axis, but no device computes what another does

@@ -9,7 +9,6 @@ import jaxlib
 import pytest
 from packaging.requirements import Requirement
 
-from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware import versions
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +31,6 @@ def test_this_jax_is_wrong_if_we_say_so_and_right_if_not():
 
 
 def test_a_version_that_is_known_to_be_wrong_is_a_warning_at_import(monkeypatch, caplog):
-    once.forget()
     monkeypatch.setattr(jaxlib, "__version__", "0.10.2")
     versions.warn_of_wrong_jax()
     versions.warn_of_wrong_jax()
