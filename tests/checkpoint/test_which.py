@@ -84,6 +84,15 @@ def test_a_loop_that_forgot_to_restore_keeps_what_it_saves(tmp_path, said):
     assert restored(tmp_path / "set_aside" / first) == (30, 30.0)
 
 
+def test_the_same_step_of_another_run_is_set_aside_too(tmp_path):
+    for offset in (0.0, 0.5):
+        with opened(tmp_path) as saved:
+            save(saved, 20, offset=offset)
+    assert restored(tmp_path) == (20, 20.5)
+    (first,) = (tmp_path / "set_aside").iterdir()
+    assert restored(first) == (20, 20.0)
+
+
 def test_a_new_run_that_cannot_save_leaves_the_old_one(tmp_path, monkeypatch):
     with opened(tmp_path) as saved:
         save(saved, 20, 30)
@@ -186,6 +195,16 @@ def test_two_runs_in_one_folder(tmp_path, said):
     assert "because they are of another run" in said.text
 
 
+def test_a_return_to_a_checkpoint_of_another_run(tmp_path):
+    folder = merged(tmp_path)
+    with opened(folder) as saved:
+        saved.restore(step=40)
+        assert saved.steps == [30, 40]
+        save(saved, 45)
+    assert aside(folder) == [10, 20]
+    assert restored(folder) == (45, 45.0)
+
+
 @pytest.mark.slow
 def test_two_runs_of_fit_in_one_folder(tmp_path, said):
     fitted(tmp_path / "a", 6)
@@ -251,6 +270,17 @@ def test_a_step_that_is_a_link(tmp_path, said):
         assert "checkpoint 3 is skipped" in said.text
         save(saved, 3)
     assert not [record for record in said.records if record.levelno > logging.WARNING]
+
+
+def test_a_link_is_set_aside_as_a_link(tmp_path):
+    with opened(tmp_path / "run") as saved:
+        save(saved, 1, 2)
+        (tmp_path / "run/2").rename(tmp_path / "moved")
+        (tmp_path / "run/2").symlink_to("../moved")
+        saved.restore(step=1)
+    (link,) = tmp_path.glob("run/set_aside/*/2")
+    assert link.is_symlink()
+    assert (link / "manifest/metadata").exists()
 
 
 # The objects.
