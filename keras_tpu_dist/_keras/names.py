@@ -4,12 +4,8 @@
 replaced. Names of modules are needed at import, and are checked then.
 """
 
-import dataclasses
 import functools
-import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 from keras_tpu_dist._keras.seam import at, declare_read, fault_of, raise_faults
@@ -46,33 +42,11 @@ class Name:
 
 @functools.cache
 def _names_used_by(holder: Any) -> frozenset[str]:
-    """The names that a function or the methods of a class use, and those of its fields."""
-    if not isinstance(holder, type):
-        return frozenset(name for code in _codes(holder) for name in _used(code))
-    fields = (
-        [f.name for f in dataclasses.fields(holder)] if dataclasses.is_dataclass(holder) else ()
-    )
-    return frozenset([*fields, *(n for kind in holder.__mro__ for n in _names_of(kind))])
-
-
-@functools.cache
-def _names_of(kind: type) -> frozenset[str]:
-    codes = [code for value in vars(kind).values() for code in _codes(value)]
-    return frozenset(name for code in codes for name in _used(code))
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
-        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-        if isinstance(code, CodeType):
-            yield code
-
-
-def _used(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _used(constant)
+    """The names that a function, or the methods of a class, use."""
+    kinds = holder.__mro__ if isinstance(holder, type) else ()
+    functions = [value for kind in kinds for value in vars(kind).values()] or [holder]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return frozenset(name for code in codes if code for name in code.co_names)
 
 
 _LAYER, _VARIABLE = "keras.src.layers.layer:Layer", "keras:Variable"

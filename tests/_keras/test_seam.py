@@ -96,11 +96,12 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 import inspect
 table = _keras.table()
+def found(each):
+    return inspect.getattr_static(each.holder(), each.name, None)
 def stock(each):
-    found = inspect.getattr_static(each.holder(), each.name, None)
-    if type(found).__module__.startswith("keras_tpu_dist"):
+    if type(found(each)).__module__.startswith("keras_tpu_dist"):
         return False
-    code = getattr(getattr(found, "fget", found), "__code__", None)
+    code = getattr(getattr(found(each), "fget", found(each)), "__code__", None)
     return code is None or "keras_tpu_dist" not in code.co_filename
 assert 20 < len(table) <= 40 and all(map(stock, table)), [str(e) for e in table if not stock(e)]
 import keras
@@ -108,6 +109,9 @@ keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 assert all(map(stock, table))
 ktd.TPUStrategy()
 assert not any(stock(each) for each in table), [str(e) for e in table if stock(e)]
+ours = list(map(found, table))
+ktd.TPUStrategy()
+assert all(before is found(each) for before, each in zip(ours, table))
 """
 
 
