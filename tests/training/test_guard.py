@@ -60,7 +60,7 @@ def test_callback_that_raises_in_fit(donate, step, error):
 @pytest.mark.parametrize(
     ("error", "step", "prefetch", "launch"),
     [
-        (OSError, 4, 2, 2),
+        (OSError, 3, 2, 2),
         *((KeyboardInterrupt, 4, None, launch) for launch in (1, 2)),
         *(pytest.param(OSError, *each, marks=slow) for each in [(2, 0, 1), (3, 2, 1), (3, 2, 4)]),
     ],
