@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -36,6 +37,8 @@ class Watched:
             self._saved.save(done, **numbers)
         if preempted:
             self._saved.close()
+        if self._end == "SIGTERM" and done > self._after:
+            time.sleep(0.2)  # JAX looks for a signal once a second
         if done != self._after:
             return
         if self._end == "raise":
