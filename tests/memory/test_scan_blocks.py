@@ -216,11 +216,6 @@ def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, op
 
 
 @pytest.mark.slow
-def test_seeds_and_gradients_are_those_of_blocks_one_by_one():
-    assert_same(dense, "none")
-
-
-@pytest.mark.slow
 def test_mixed_precision():
     keras.config.set_dtype_policy("mixed_bfloat16")
     plain, loop = (trained(dense, scan, MESHES["fsdp"](), forward=True) for scan in (False, True))

@@ -32,12 +32,12 @@ from keras_tpu_dist.tools.launcher.launch import launch
 from keras_tpu_dist.tools.shell.main import main
 
 
-def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
+def said_by(words, calls=1):
     """What `agree` returned or raised in each of several threads that say these words."""
     store, results = Store(), {}
 
     def work(number, said):
-        channel = Channel(store, number, len(words), why_not)
+        channel = Channel(store, number, len(words))
         try:
             for call in range(calls):
                 results[number] = channel.agree(said, "Do the same.", [number, call])

@@ -19,13 +19,13 @@ PLANS = ("data", "fsdp", "tensor", "model", "cube", "zero")
 FEEDS = ("arrays", "generator", "pydataset", "tf.data")
 
 
-def launched(script, *arguments, processes, devices, timeout=600):
+def launched(script, *arguments, processes, devices):
     command = [
         *(sys.executable, "-m", "keras_tpu_dist", "launch"),
         *("--processes", str(processes), "--devices", str(devices)),
         *(str(script), *map(str, arguments)),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def all_run(script, folder, cases, devices, processes=2):
