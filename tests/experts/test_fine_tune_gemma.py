@@ -13,7 +13,7 @@ PATH = pathlib.Path(__file__).parents[2] / "examples" / "fine_tune_gemma.py"
 
 @pytest.mark.slow
 def test_the_gemma_example_trains(capsys, monkeypatch):
-    pytest.importorskip("keras_hub")
+    pytest.importorskip("keras_hub", reason="there is no KerasHub here")
     spec = importlib.util.spec_from_file_location("fine_tune_gemma", PATH)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

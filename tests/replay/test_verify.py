@@ -123,7 +123,7 @@ def large_table():
 
 
 def backbone(mixture=False):
-    hub = pytest.importorskip("keras_hub")
+    hub = pytest.importorskip("keras_hub", reason="there is no KerasHub here")
     kind = hub.models.MixtralBackbone if mixture else hub.models.LlamaBackbone
     sizes = {"num_experts": 4, "top_k": 2} if mixture else {}
     inner = kind(
