@@ -141,6 +141,18 @@ def test_a_model_made_again_is_matched_one_to_one(names, later):
             assert paths == in_order_of_numbers(paths, str)
 
 
+def test_frozen_weights_which_stand_last_are_matched_by_their_numbers():
+    here = ["m_1/dense_11/kernel", "m_1/dense_9/kernel", "m_1/dense_10/kernel"]
+    saved = ["m/dense/kernel", "m/dense_2/kernel", "m/dense_1/kernel"]
+    pairs, _ = matched(here, saved)
+    assert pairs == {here[0]: saved[1], here[1]: saved[0], here[2]: saved[2]}
+    # Those of one path by their place in the model.
+    here = [Entry("m_1/kernel", (2,), "float32", nth=n) for n in (1, 0, 2)]
+    saved = [Entry("m/kernel", (2,), "float32", nth=n) for n in (1, 2, 0)]
+    found = match(here, saved, automatic={"m_1"}, automatic_there={"m"})
+    assert found.pairs == {0: 0, 1: 2, 2: 1}
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "ftrl"])
 def test_every_variable_of_the_state_has_an_entry(optimizer):
     model = keras.Sequential(
