@@ -48,7 +48,6 @@ def test_both_ways_train_as_on_one_device(name, capsys, monkeypatch):
     ],
 )
 def test_both_ways_compile_for_tpu_slices(name, unroll, topology):
-    pytest.importorskip("libtpu", reason="libtpu is not installed")
     run = _example(name).compiled(unroll, topology)
     assert run.compiled_for == topology
     assert run.fits

@@ -23,7 +23,6 @@ def test_the_drawing_of_a_model_that_the_site_shows_is_as_it_is_drawn_now():
 @pytest.mark.parametrize("name", ["dry_run.html", "search.html", "profile.html"])
 def test_a_report_that_the_site_shows_says_what_it_says_now(name):
     """But for numbers: `python docs/reports.py NAME` writes it anew."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed")
     keras.backend.clear_session()
     shown = (REPORTS.REPORTS / name).read_text()
     assert REPORTS.structure(shown) == REPORTS.structure(REPORTS.PAGES[name]())

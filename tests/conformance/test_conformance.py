@@ -42,6 +42,7 @@ def test_a_sample_of_each_kind_equals_one_device(pattern):
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "pattern",
     # libtpu alone joins rows wrongly: see the last section of docs/xla_partitioner.md.
@@ -53,7 +54,6 @@ def test_a_sample_of_each_kind_equals_one_device(pattern):
     ids=lambda pattern: pattern.split()[1],
 )
 def test_programs_of_the_tpu_equal_one_device(pattern, monkeypatch):
-    pytest.importorskip("libtpu", reason="needs libtpu")
     monkeypatch.setenv("KTD_COMPILER", "libtpu")
     found = run.compare_all(run.listed(run.KINDS, f"^{pattern}"), processes=1)
     assert found

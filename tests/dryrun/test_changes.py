@@ -1,6 +1,5 @@
 """What a report says to change: the counts, their words, and what the compiler says of them."""
 
-import importlib.util
 from dataclasses import replace
 
 import keras
@@ -261,7 +260,6 @@ def wide():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
     ("build", "rows", "kinds"),
     [
@@ -291,7 +289,6 @@ def test_a_count_is_near_what_the_compiler_says(build, rows, kinds):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_a_built_model_is_not_built_again():
     strategy = ktd.TPUStrategy({"data": 8}, topology="v5e-8")
     advice = ktd.advise(lstm(), strategy, batch_size=64, cache=False)

@@ -839,7 +839,6 @@ def test_attention_inside_a_layer_of_ones_own(length):
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_operations_of_a_cnn_and_a_transformer_are_those_of_the_formula():
-    pytest.importorskip("libtpu")
     strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
     # eight rows on each chip: of a single image the compiler makes a batch of overlapping parts
     rows, length = 8, 768
@@ -954,7 +953,6 @@ class Shuffled(keras.layers.Layer):
 
 @pytest.mark.tpu_compiler
 def test_slices_joined_by_the_data_centre_network():
-    pytest.importorskip("libtpu")
     strategy = ktd.TPUStrategy({"data": 4, "model": 4}, TP, topology="2*v5e:2x4")
     grid = strategy.mesh.devices
     assert all(len({d.slice_index for d in row}) == 1 for row in grid)

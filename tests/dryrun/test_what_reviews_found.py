@@ -74,9 +74,9 @@ def test_a_comparison_is_of_lists(meshes, layouts):
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("layout", [None, "fsdp"])
 def test_what_a_sparse_core_does_is_found(layout):
-    pytest.importorskip("libtpu", reason="needs libtpu: pip install 'jax[tpu]'")
     strategy = ktd.TPUStrategy({"data": 8}, layout, topology="tpu7x:2x2x1")
     run = dry_run(mlp, strategy, batch_size=4096)
     large = {(c.kind, c.bytes, c.asynchronous) for c in run.cost.collectives if c.bytes > 1e6}

@@ -33,9 +33,9 @@ def strategy(topology="v5e:2x4"):
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
 def test_a_report_of_one_token(topology):
-    pytest.importorskip("libtpu", reason="needs libtpu")
     run = ktd.dry_run(build, strategy(topology), x=INPUTS, batch_size=8, mode="generate")
     assert run.fits
     assert run.tokens == 8
@@ -59,8 +59,8 @@ def test_a_report_of_one_token(topology):
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 def test_a_cache_is_not_copied(monkeypatch):
-    pytest.importorskip("libtpu", reason="needs libtpu")
     moved = []
     for _ in range(2):
         run = ktd.dry_run(build, strategy(), x=INPUTS, batch_size=8, mode="generate")

@@ -667,7 +667,6 @@ print(json.dumps({name: jax.jit(f).lower(*a).compile(compiler_options=quick).as_
 
 @pytest.fixture(scope="module")
 def tpu_programs():
-    pytest.importorskip("libtpu")
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, json.dumps(Topology.parse("v5e:2x2").libtpu_arguments())],
         env={**os.environ, **libtpu.libtpu_environment()},

@@ -1,7 +1,5 @@
 """Slices and updates in place: bytes and cycles, on short texts and by the compilers."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -415,8 +413,6 @@ def test_a_copy_that_must_be_made_counts_by_the_cpu_compiler():
 )
 def test_estimates_are_those_of_the_compilers_schedule(chip):
     """Bytes of every kernel, and cycles where the compiler states none."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu")
     rows = updates.in_processes([chip], kernels=True)[chip]
     assert len({row["case"] for row in rows if updates.pairs(row)}) >= 20
     for row in rows:

@@ -541,7 +541,6 @@ def test_faults_say_what_is_wrong_and_what_is_done():
 @pytest.mark.parametrize("rows", [16, 13])
 @pytest.mark.parametrize("case", ["grouped", "embedding", "sorting"])
 def test_the_tpu_compilers_program_sums_over_the_devices_that_have_rows(case, rows):
-    pytest.importorskip("libtpu", reason="needs libtpu")
     strategy = ktd.TPUStrategy(MESHES[0], topology="v5e:2x4")
     rng = np.random.default_rng(0)
     vectors = tuple(rng.normal(size=(rows, 4)).astype("float32") for _ in range(2))

@@ -20,7 +20,6 @@ SCRIPT = pathlib.Path(__file__).with_name("between_slices.py")
 
 def differences(*arguments):
     """The largest difference of each collective, from a process of its own."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed")
     ran = subprocess.run(
         [sys.executable, SCRIPT, *arguments],
         capture_output=True,
@@ -32,12 +31,14 @@ def differences(*arguments):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.tpu_compiler
 def test_collectives_between_slices():
     found = differences("2*v5e:2x2", "2x1x4", "sum", "columns of slices")
     assert found == {"sum": 0, "columns of slices": 0}
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("topology", "parts"),
     [
@@ -71,6 +72,7 @@ def build():
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [

@@ -11,14 +11,10 @@ from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.versions import TPU_FAULTS, libtpu_version
-from keras_tpu_dist.tools.dryrun.compile import has_libtpu
 from keras_tpu_dist.tools.replay import report
 from keras_tpu_dist.tools.shell.main import main
 
-pytestmark = [
-    pytest.mark.tpu_compiler,
-    pytest.mark.skipif(not has_libtpu(), reason="needs libtpu"),
-]
+pytestmark = pytest.mark.tpu_compiler
 layers, ops = keras.layers, keras.ops
 CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -16,7 +16,6 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.tools.dryrun import run as dryrun
 from keras_tpu_dist.tools.dryrun import worker
-from keras_tpu_dist.tools.dryrun.compile import has_libtpu
 from keras_tpu_dist.tools.dryrun.inputs import Inputs
 from keras_tpu_dist.tools.searches import parallel
 from keras_tpu_dist.tools.searches import search as searching
@@ -35,12 +34,8 @@ def build(width=512):
     return model
 
 
-needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="needs the TPU compiler, libtpu")
-
-
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@needs_libtpu
 def test_the_best_fits_and_trains_as_one_device(tmp_path):
     lines = []
     search = functools.partial(ktd.search, build, "v5e:2x4", cache=tmp_path)
@@ -70,7 +65,6 @@ def test_the_best_fits_and_trains_as_one_device(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@needs_libtpu
 def test_what_does_not_fit_is_no_best():
     def large():
         model = keras.Sequential(

@@ -17,7 +17,6 @@ from helpers import assert_close
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.checkup import method
 from keras_tpu_dist.tools.checkup import run as checking
-from keras_tpu_dist.tools.dryrun.compile import has_libtpu
 from keras_tpu_dist.tools.searches import compare as comparison
 from keras_tpu_dist.tools.searches import largest_batch as largest
 from keras_tpu_dist.tools.searches import search as searching
@@ -548,7 +547,6 @@ def test_largest_batch(model, made, capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu: pip install 'jax[tpu]'")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -621,7 +619,6 @@ def test_an_interrupt_leaves_no_part_of_a_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu: pip install 'jax[tpu]'")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_interrupt_leaves_no_process(model, tmp_path):
     words = ["dry-run", model, *SLICE, "--batch-size", "64", "--html", "page.html"]
