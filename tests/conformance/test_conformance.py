@@ -84,7 +84,7 @@ def test_an_abort_a_hang_and_an_error_are_findings():
             *(job, other),
         ],
         processes=1,
-        timeout=20,
+        timeout=45,  # the start of a process is within it
         together=3,
     )
     outcomes = {finding.job["case"]: finding.outcome for finding in found}
