@@ -33,11 +33,18 @@ ktd.simulate(8)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
+import hypothesis
 import keras
 import pytest
 
 from keras_tpu_dist.common import once
 from keras_tpu_dist.programs.equal import EXECUTABLES
+
+# How long an example takes is the machine's.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Models to compare with run under no strategy.
 logging.getLogger("keras_tpu_dist").addFilter(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -68,7 +68,6 @@ def test_small_arrays_are_copied_to_the_host_and_large_ones_stay():
     assert same is small
 
 
-@settings(deadline=None)  # the first compiles
 @given(st.integers(0, 4 * 300 - 1), st.integers(0, 7))
 def test_one_flipped_bit_changes_it(byte, bit):
     array = np.random.default_rng(1).normal(size=(30, 10)).astype("float32")

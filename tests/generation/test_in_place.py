@@ -69,7 +69,7 @@ def decoder(layers, order=(0, 1), late=False, twice=False, whole=True, shift=0):
     return program, (cache, x, kernels)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     layers=some.integers(1, 3),
     order=some.permutations([0, 1]),

@@ -78,7 +78,7 @@ def slices_and_blocks(draw):
     return topology, tuple(block)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(slices_and_blocks())
 def test_every_device_exactly_once(case):
     topology, block = case

@@ -156,7 +156,7 @@ def test_hosts_that_do_not_exist_are_refused(name, bad):
 
 
 @given(st.sampled_from(topology.all_names()), st.sampled_from([1, 2]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_devices_fill_the_torus_once(name, slices):
     slice_ = Topology.parse(name)
     slice_ = dataclasses.replace(slice_, num_slices=slices if slice_.chip.dcn_bandwidth else 1)

@@ -82,7 +82,6 @@ def test_matrix_products():
     lhs_dilate=st.integers(1, 3),
     rhs_dilate=st.integers(1, 2),
 )
-@settings(deadline=None)
 def test_positions_are_those_that_touch_the_input(
     size, kernel, stride, low, high, lhs_dilate, rhs_dilate
 ):
@@ -311,7 +310,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_an_order_of_their_own():
 
 
 @given(st.permutations(["x", "y", "z"]), st.sets(st.sampled_from(["x", "y", "z"]), min_size=1))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_groups_name_the_axes_they_cross(order, used):
     sizes = dict(zip(order, (2, 3, 4)))
     names = [n for n in order if n in used]

@@ -117,7 +117,7 @@ def check_legal(plan, variables, mesh):
         assert split_ways(mesh, slot.axes) >= ways
 
 
-@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=300, derandomize=True)
 @hypothesis.given(
     parts=st.lists(layers(), min_size=1, max_size=4),
     mesh=st.sampled_from(MESHES).map(mesh_of),

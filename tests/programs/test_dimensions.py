@@ -113,7 +113,7 @@ def reshapes(draw):
 
 
 @given(reshapes())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_reshapes(shapes):
     before, after = shapes
     if math.prod(before) != math.prod(after):
@@ -151,7 +151,7 @@ def test_which_factors_of_a_dimension_go_where(before, after, groups, steps):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_dimensions_of_products_of_any_ranks(data):
     draw = data.draw
     ranks = [draw(st.integers(1, 3)) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_dimensions_of_products_of_any_ranks(data):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_dimensions_of_convolutions(data):
     draw = data.draw
     groups = draw(st.sampled_from(["none", "features", "batch"]))

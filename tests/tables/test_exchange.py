@@ -121,7 +121,7 @@ IDS_OF_A_STEP = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["data8", "turned", "columns"]), first=IDS_OF_A_STEP, second=IDS_OF_A_STEP
 )
@@ -132,7 +132,7 @@ def test_an_exchange_of_any_ids_in_a_narrow_bound(name, first, second):
 
 
 @given(own=st.lists(st.integers(0, 10), min_size=2, max_size=20), bound=st.integers(1, 12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rows_without_repetitions(own, bound):
     found = unique(jnp.asarray(own, "int32"), 10, bound)
     rows = sorted({row for row in own if row < 10})

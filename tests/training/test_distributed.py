@@ -201,7 +201,7 @@ def test_bad_datasets(four):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     rows=st.integers(1, 11),
     replicas=st.sampled_from([1, 2, 3, 8]),
