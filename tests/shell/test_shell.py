@@ -91,7 +91,7 @@ def ran(*words, **options):
     """Exit code, standard output and standard error of the command in a process of its own."""
     with started(*words, **options) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=300)
         finally:
             process.kill()
     return process.returncode, out, err
