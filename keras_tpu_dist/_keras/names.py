@@ -5,6 +5,7 @@ replaced. Names of modules are needed at import, and are checked then.
 """
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,8 @@ def _names_used_by(holder: Any) -> frozenset[str]:
     """The names that a function, or the methods of a class, use."""
     kinds = holder.__mro__ if isinstance(holder, type) else ()
     functions = [value for kind in kinds for value in vars(kind).values()] or [holder]
-    codes = [getattr(function, "__code__", None) for function in functions]
+    # A decorator that Keras adds hides no name.
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
     return frozenset(name for code in codes if code for name in code.co_names)
 
 
