@@ -2,7 +2,8 @@
 
     python tests/replay/between_slices.py 2*v5e:2x2 2x1x4 [NAME ...]
 
-Prints the largest difference of each as JSON. It needs eight simulated devices.
+With 2x2x2:1,0,2 the axes of the mesh are in another order, so that it mixes slices. Prints the
+largest difference of each as JSON. It needs eight simulated devices.
 """
 
 import json
@@ -74,9 +75,13 @@ def compared(name, topology, parts):
     """The largest difference of what two slices compute and what simulated devices do."""
     function, out, dtype = COLLECTIVES[name]
     of_slices = topologies.get_topology_desc(**Topology.parse(topology).libtpu_arguments())
-    described = np.array(of_slices.devices).reshape(parts)
+    sides, _, order = parts.partition(":")
+    described = np.array(of_slices.devices).reshape([int(side) for side in sides.split("x")])
+    described = described.transpose(
+        [int(axis) for axis in order.split(",")] if order else (0, 1, 2)
+    )
     devices = jax.devices()[: described.size]
-    there, here = Mesh(described, AXES), Mesh(np.array(devices).reshape(parts), AXES)
+    there, here = Mesh(described, AXES), Mesh(np.array(devices).reshape(described.shape), AXES)
     x = np.arange(64 * 128).reshape(64, 128) % 61
     x = jnp.asarray(x, dtype)
 
@@ -106,7 +111,6 @@ def compared(name, topology, parts):
 
 def main(topology, parts, *names):
     os.environ.update({k: v for k, v in libtpu_environment().items() if k != "JAX_PLATFORMS"})
-    parts = tuple(map(int, parts.split("x")))
     print(json.dumps({name: compared(name, topology, parts) for name in names or COLLECTIVES}))
 
 

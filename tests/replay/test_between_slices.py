@@ -33,7 +33,8 @@ def differences(*arguments):
 
 @pytest.mark.tpu_compiler
 def test_collectives_between_slices():
-    found = differences("2*v5e:2x2", "2x1x4", "sum", "columns of slices")
+    """Of a mesh that mixes slices, as {"model": 2, "data": 4} of two."""
+    found = differences("2*v5e:2x2", "2x2x2:1,2,0", "sum", "columns of slices")
     assert found == {"sum": 0, "columns of slices": 0}
 
 
@@ -44,6 +45,7 @@ def test_collectives_between_slices():
     [
         ("2*v5e:2x2", "2x1x4"),
         ("2*v5e:2x2", "2x2x2"),
+        ("2*v5e:2x2", "2x2x2:1,2,0"),
         ("4*v5e:1x1", "2x2x1"),
         ("2*v4:2x2x1", "2x2x2"),
     ],

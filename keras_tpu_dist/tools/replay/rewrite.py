@@ -36,6 +36,8 @@ from keras_tpu_dist.tools.replay import slices
 from keras_tpu_dist.tools.replay.errors import cannot_run
 
 KERNEL = "tpu_custom_call"
+# Where a device is: in its slice, and in which.
+_PARTITION, _SLICE = 0, 1
 
 _LAYOUT = re.compile(r"(?<=\])\{[^{}]*\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -337,7 +339,10 @@ class _Rewriter:
         self.num_devices = len(self.devices)
         # of one slice
         self.partitions = self.program.num_partitions or self.num_devices
-        if self.num_devices % self.partitions:
+        self.slices = [list(range(self.num_devices))]
+        if self.partitions != self.num_devices:
+            self.slices = slices.replicas_of(self.devices)
+        if {len(replicas) for replicas in self.slices} != {self.partitions}:
             raise value_error(
                 "Every slice must run the whole of a program for several.",
                 received={"devices": self.num_devices, "partitions": self.partitions},
@@ -375,7 +380,7 @@ class _Rewriter:
         elif opcode == "fusion":
             yield from self._fusion(computation, instruction)
         elif opcode == "partition-id":
-            yield from self._place(name, "remainder")
+            yield from self._place(name, _PARTITION)
         elif opcode == "replica-id":  # partitions of one replica, until here
             yield f"%{name} = u32[] constant(0)"
         elif opcode == "custom-call":
@@ -656,20 +661,27 @@ class _Rewriter:
         return self._in_all_slices(groups_of(instruction, self.partitions))
 
     def _in_all_slices(self, groups: Groups) -> str:
-        """Groups of devices of one slice, or pairs of them, written for all slices."""
-        firsts = range(0, self.num_devices, self.partitions)
+        """Groups of partitions of one slice, or pairs of them, as replicas of all slices."""
         listed = (
-            f"{{{_listed(first + device for device in group)}}}"
-            for first in firsts
+            f"{{{_listed(replicas[partition] for partition in group)}}}"
+            for replicas in self.slices
             for group in groups
         )
         return f"{{{','.join(listed)}}}"
 
-    def _place(self, name: str, operation: str) -> Iterator[str]:
-        """The number of a device in its slice, or of its slice."""
-        yield f"%{name}.all = u32[] replica-id()"
-        yield f"%{name}.size = u32[] constant({self.partitions})"
-        yield f"%{name} = u32[] {operation}(%{name}.all, %{name}.size)"
+    def _place(self, name: str, which: int) -> Iterator[str]:
+        """The number of a device's partition in its slice, or of its slice."""
+        places = {
+            replica: (partition, number)
+            for number, replicas in enumerate(self.slices)
+            for partition, replica in enumerate(replicas)
+        }
+        numbers = _listed(places[replica][which] for replica in range(self.num_devices))
+        yield f"%{name}.every = u32[{self.num_devices}] constant({{{numbers}}})"
+        yield f"%{name}.at = u32[] replica-id()"
+        operands = f"%{name}.every, %{name}.at"
+        yield f"%{name}.one = u32[1] dynamic-slice({operands}), dynamic_slice_sizes={{1}}"
+        yield f"%{name} = u32[] reshape(%{name}.one)"
 
     def _exchanged(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """A collective between slices, computed where its result is waited for."""
@@ -807,7 +819,7 @@ class _Rewriter:
         if target == "AllocateBuffer":
             yield from _zeros(f"%{instruction.name}", *instruction.shapes)
         elif target == "SliceId":
-            yield from self._place(instruction.name, "divide")
+            yield from self._place(instruction.name, _SLICE)
         elif target in _IDENTITIES:
             yield self._written(instruction, "copy", operands=f"%{operands[0].name}")
         elif target == "ZeroCrop":  # zeros behind the elements, up to whole tiles

@@ -37,6 +37,18 @@ class Exchange:
     before: str = ""
 
 
+def replicas_of(devices: Sequence[int]) -> list[list[int]]:
+    """The replicas of each slice, in the order of its partitions; a mesh may mix slices.
+
+    Args:
+        devices: The ids of all devices, in the order of the replicas.
+    """
+    found: dict[int, list[int]] = {device // _IDS_OF_A_SLICE: [] for device in sorted(devices)}
+    for replica, device in enumerate(devices):
+        found[device // _IDS_OF_A_SLICE].append(replica)
+    return list(found.values())
+
+
 def key_of(instruction: Instruction) -> str:
     """What the `send` and the `recv` of one collective have in common; `""` without it."""
     return _attributes(instruction).get("host_transfer_rendezvous", "")
