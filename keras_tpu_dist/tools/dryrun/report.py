@@ -12,7 +12,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.show.folding import families, kind_of
-from keras_tpu_dist.show.page import Page, Table
+from keras_tpu_dist.show.page import Page, Table, TableCell
 from keras_tpu_dist.show.text import duration_text, size_text, span_text
 from keras_tpu_dist.tools.dryrun.changes import Change
 from keras_tpu_dist.tools.dryrun.figures import CollectiveGroup, Estimate, exchanges
@@ -348,7 +348,10 @@ class DryRun(Page):
             rows = [(layer,) for layer in self.rematerialized]
             tables.append(Table("gathered whole between two layouts", ("layer",), rows))
         if self.largest_buffers:
-            buffers = [(b.shape, size_text(b.bytes), b.layer) for b in self.largest_buffers[:5]]
+            buffers = [
+                (b.shape, TableCell(size_text(b.bytes), b.bytes), b.layer)
+                for b in self.largest_buffers[:5]
+            ]
             tables.append(Table("largest arrays in HBM", ("array", "size", "layer"), buffers))
         return tables
 

@@ -124,9 +124,9 @@ class GoodputReport(Report):
             of_starts = [
                 (
                     TableCell(str(number), number),
-                    "-" if start.processes is None else str(start.processes),
+                    _counted(start.processes),
                     TableCell(f"{start.seconds:.1f} s", start.seconds),
-                    "-" if start.step is None else TableCell(str(start.step), start.step),
+                    _counted(start.step),
                     start.ended,
                 )
                 for number, start in enumerate(self.starts, 1)
@@ -145,6 +145,10 @@ class GoodputReport(Report):
         shown = [(name, share) for name, _, share, _ in self._rows() if name in _COLOURS]
         parts = bar((share, _COLOURS[name], f"{name} {share:.1%}") for name, share in shown)
         return [parts, legend((_COLOURS[name], name) for name, _ in shown)]
+
+
+def _counted(number: int | None) -> TableCell:
+    return TableCell("-") if number is None else TableCell(str(number), number)
 
 
 def goodput_of(path: str | os.PathLike) -> GoodputReport:

@@ -13,7 +13,7 @@ from keras_tpu_dist.common.checks import PositiveInt, known_words
 from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
 from keras_tpu_dist.layers.convert import convert
 from keras_tpu_dist.layout.planner import layout_named
-from keras_tpu_dist.show.page import Report, Table
+from keras_tpu_dist.show.page import Report, Table, TableCell
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.strategy import TPUStrategy
@@ -79,12 +79,14 @@ class Advice(Report):
         return self.run._title()
 
     def _tables(self) -> list[Table]:
-        rows: list[tuple[str, ...]] = [("as it is", "", "", *_memory_and_step(self.run))]
+        as_it_is = ("as it is", "", "", *_memory_and_step(self.run))
+        rows: list[tuple[TableCell | str, ...]] = [as_it_is]
         for tried in self.tried:
             change = tried.change
-            factor = tried.why_not or ("-" if tried.factor is None else f"{tried.factor:.2f}")
+            compiled = tried.why_not or ("-" if tried.factor is None else f"{tried.factor:.2f}")
             of_run = ("-", "-") if tried.run is None else _memory_and_step(tried.run)
-            rows.append((change.figure, f"{change.factor:.2f}", factor, *of_run))
+            counted = TableCell(f"{change.factor:.2f}", change.factor)
+            rows.append((change.figure, counted, TableCell(compiled, tried.factor), *of_run))
         return [Table("", _HEADER, rows)]
 
     def _code(self) -> list[str]:
@@ -94,9 +96,11 @@ class Advice(Report):
         return self.run._blocks()
 
 
-def _memory_and_step(run: DryRun) -> tuple[str, str]:
-    step = "-" if run.estimate is None else run.estimate.span_words
-    return f"{size_text(run.total_bytes)}{'' if run.fits else ', too large'}", step
+def _memory_and_step(run: DryRun) -> tuple[TableCell, TableCell]:
+    memory = f"{size_text(run.total_bytes)}{'' if run.fits else ', too large'}"
+    estimate = run.estimate
+    step = TableCell("-") if estimate is None else TableCell(estimate.span_words, estimate.step)
+    return TableCell(memory, run.total_bytes), step
 
 
 @known_words

@@ -11,7 +11,7 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
-from keras_tpu_dist.show.page import Report, Table
+from keras_tpu_dist.show.page import Report, Table, TableCell
 from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.tools.dryrun.build import Subject
 from keras_tpu_dist.tools.dryrun.compile import How
@@ -59,7 +59,10 @@ class LargestBatch(Report):
         )
 
     def _tables(self) -> list[Table]:
-        rows = [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
+        rows = [
+            (TableCell(str(b), b), "fits" if ok else "too large", TableCell(size_text(n), n))
+            for b, ok, n in self.tried
+        ]
         return [Table("", _HEADER, rows)]
 
     def _code(self) -> list[str]:
