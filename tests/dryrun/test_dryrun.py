@@ -1113,7 +1113,7 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
 
     monkeypatch.setattr(searching, "lower_once", Described)
     monkeypatch.setattr(searching, "compile_once", compile_once)
-    meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
+    meshes = [{"data": d, "model": 8 // d} for d in np.array((1, 2, 4, 8))] + [{"data": 3}]
     heard = []
     with listening(heard.append):
         ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)

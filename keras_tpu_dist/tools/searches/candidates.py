@@ -85,7 +85,8 @@ class Candidate(Printed):
     @property
     def line(self) -> str:
         """The strategy as a line of Python, to copy into a program."""
-        arguments = [json.dumps(dict(self.mesh))]
+        # Sizes may be NumPy's.
+        arguments = [json.dumps(dict(self.mesh), default=int)]
         if self.layout is not None:
             arguments.append(_layout_code(layout_named(self.layout)))
         if self.shard_optimizer:
