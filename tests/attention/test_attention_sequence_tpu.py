@@ -49,4 +49,6 @@ def test_activations_are_as_many_parts():
         strategy = ktd.TPUStrategy(mesh, topology="v5e:2x2")
         return ktd.dry_run(decoder(8192), strategy, batch_size=rows).memory["temporaries"]
 
-    assert temporaries({"sequence": 4}, 1) < 0.3 * temporaries({"data": 4}, 4)
+    # Beside its quarter, a device has keys and values of the whole row, and their gradients.
+    whole = 4 * 8192 * 2 * 128 * 2
+    assert temporaries({"sequence": 4}, 1) < temporaries({"data": 4}, 4) / 4 + whole

@@ -44,8 +44,7 @@ class Slow(keras.callbacks.Callback):
 def fed(kind):
     if kind == "arrays":
         return {"x": X, "y": Y, "batch_size": 8}
-    import tensorflow as tf
-
+    tf = pytest.importorskip("tensorflow")
     return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), "shuffle": False}
 
 

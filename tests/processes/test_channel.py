@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -334,10 +335,12 @@ def test_some_arguments_are_not_enough():
 
 @pytest.mark.slow
 def test_a_second_call_as_another_process():
+    with socket.create_server(("localhost", 0)) as free:
+        here = f"localhost:{free.getsockname()[1]}"
     done = run(
-        "import keras_tpu_dist as ktd; ktd.initialize('localhost:29417', 1, 0);"
-        "ktd.initialize(); ktd.initialize('localhost:29417', 1, 0);"
-        "ktd.initialize('localhost:29417', 4, 0)"
+        f"import keras_tpu_dist as ktd; ktd.initialize('{here}', 1, 0);"
+        f"ktd.initialize(); ktd.initialize('{here}', 1, 0);"
+        f"ktd.initialize('{here}', 4, 0)"
     )
     assert "A process can be initialized only once. Received:" in done.stderr
     assert "num_processes=4" in done.stderr

@@ -190,8 +190,10 @@ def goes_on_wrong(folder, order):
 
 
 _ONE_OF_TWO = """
-import os, runpy, sys
-os.environ.update(KTD_COORDINATOR="127.0.0.1:29411", KTD_NUM_PROCESSES="2", KTD_PROCESS_ID="0")
+import os, runpy, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as free:
+    here = f"127.0.0.1:{free.getsockname()[1]}"
+os.environ.update(KTD_COORDINATOR=here, KTD_NUM_PROCESSES="2", KTD_PROCESS_ID="0")
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -45,8 +45,7 @@ def rows():
 
 @pytest.mark.slow  # imports TensorFlow
 def test_a_step_of_tensorflow_is_answered(pairs):
-    import tensorflow as tf
-
+    tf = pytest.importorskip("tensorflow")
     weights = keras.Variable(np.ones(2, "float32"))
 
     def taped(x):
