@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from conformance.precision import in_float64
 from helpers import assert_close, compiled
 
 import keras_tpu_dist as ktd
@@ -97,20 +98,27 @@ def test_results_are_those_of_one_device(kind, mesh, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["remat", "mixed_bfloat16", "int8", "run_eagerly"])
+@pytest.mark.parametrize("option", ["remat", "mixed_bfloat16", "run_eagerly"])
 def test_beside_other_options(option):
     keras.config.set_dtype_policy(option if option == "mixed_bfloat16" else "float32")
     options = {"run_eagerly": True} if option == "run_eagerly" else {}
-    expected = results(build("dense", **options)) if option != "int8" else None
+    expected = results(build("dense", **options))
     with ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel").scope():
         model = build("dense", **options)
         if option == "remat":
             ktd.remat(model.get_layer("one"))
-    if option == "int8":
-        expected = results(quantized(build("dense"), option))
-        model = quantized(model, option)
     tolerance = 3e-2 if option == "mixed_bfloat16" else 1e-5
     assert_close(results(model), expected, tolerance)
+
+
+@pytest.mark.slow
+def test_beside_int8():
+    # In float32 a rounding may move an activation to the next of 255 values.
+    with in_float64():
+        expected = results(quantized(build("dense"), "int8"))
+        with ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel").scope():
+            model = build("dense")
+        assert_close(results(quantized(model, "int8")), expected)
 
 
 @pytest.mark.slow
