@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +76,13 @@ _Arrays = tuple[jax.Array, ...]
 _Mask = jax.Array | None
 
 
-class _Axes:
+class _Axes(NamedTuple):
     """What splits what."""
 
-    def __init__(self, mesh: Mesh, rows: tuple, heads: tuple, time: str | None):
-        self.mesh, self.rows, self.heads, self.time = mesh, rows, heads, time
+    mesh: Mesh
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+    time: str | None
 
     def of_query(self) -> P:
         return P(self.rows or None, self.time, self.heads or None, None)
