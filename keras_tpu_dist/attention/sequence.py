@@ -104,21 +104,20 @@ def groups_of_heads(kv_heads: int) -> int:
     return math.gcd(kv_heads, _GROUPS)
 
 
-def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Array]:
+def gathered(local: Callable[..., jax.Array], axis: str | None) -> Callable[..., jax.Array]:
     """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
-    Their gradients are reduce-scattered.
+    Their gradients are reduce-scattered. Without an axis, they are whole already.
     """
+    whole = (lambda x: x) if axis is None else functools.partial(all_of, axis=axis)
 
-    def attention(query, key, value, mask):
+    def attention(query, key, value, mask=None):
         groups = groups_of_heads(key.shape[2])
         parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
         masks = [mask] * groups
         if mask is not None and mask.shape[1] > 1:
             masks = jnp.split(mask, groups, axis=1)
-        outputs = [
-            local(q, all_of(k, axis), all_of(v, axis), m) for q, k, v, m in zip(*parts, masks)
-        ]
+        outputs = [local(q, whole(k), whole(v), m) for q, k, v, m in zip(*parts, masks)]
         return jnp.concatenate(outputs, axis=2)
 
     return attention
@@ -171,16 +170,15 @@ def causal_local(
     Returns:
         `(batch, rows, heads, value_width)`.
     """
-    query = pieces.brought(query, axis)
-    attend = functools.partial(_attend, kernel, valid=valid, pieces=pieces)
-    groups = groups_of_heads(key.shape[2])
-    parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
-    whole = functools.partial(all_of, axis=axis) if split_keys else lambda x: x
-    outputs = [attend(q, whole(k), whole(v)) for q, k, v in zip(*parts)]
-    return pieces.returned(jnp.concatenate(outputs, axis=2), axis)
+
+    def attend(query, key, value, _):
+        return _attend(kernel, query, key, value, valid, pieces)
+
+    attention = gathered(attend, axis if split_keys else None)
+    return pieces.returned(attention(pieces.brought(query, axis), key, value), axis)
 
 
-def _attend(kernel, query, key, value, *, valid, pieces: Pieces) -> jax.Array:
+def _attend(kernel, query, key, value, valid, pieces: Pieces) -> jax.Array:
     rows, columns = tiling(pieces.rows), tiling(key.shape[1])
     arrays: list[Any] = [heads_first(query, rows.padded)]
     arrays += [heads_first(x, columns.padded) for x in (key, value)]
