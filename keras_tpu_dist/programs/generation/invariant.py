@@ -5,12 +5,14 @@ during the loop. Without this, a loop over tokens converts its weights, and chan
 its products, for every token.
 """
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
-from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.programs.jaxprs import opened, with_equations
 
 # Smaller arrays are left to XLA, which computes them where they are used.
@@ -58,9 +60,13 @@ def _can_move(equation: Any, outside: dict) -> bool:
     variables = [atom for atom in equation.invars if isinstance(atom, core.Var)]
     if equation.effects or not variables or any(v not in outside for v in variables):
         return False
-    results = sum(bytes_of(v.aval) for v in equation.outvars)
-    most = max(_SMALL_BYTES, *(bytes_of(v.aval) for v in variables))
+    results = _bytes(equation.outvars)
+    most = max(_SMALL_BYTES, *(_bytes([v]) for v in variables))
     return _LEAST_BYTES <= results <= most
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+    return sum(math.prod(v.aval.shape) * np.dtype(v.aval.dtype).itemsize for v in variables)
 
 
 def _new_variables(like: list) -> list:
