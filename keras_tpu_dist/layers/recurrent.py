@@ -175,7 +175,6 @@ class FastRecurrence:
         return "bfloat16" if place.rounds else None
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
-        on_tpu = place.platform == "tpu"
         rounded = self._rounded_to(place)
         if variant.unrolled and jnp.dtype(self.compute_dtype).itemsize >= 4:
             # No array is kept for products alone, and rounding would be one more kernel in every
@@ -183,7 +182,7 @@ class FastRecurrence:
             rounded = None
         return Loop(
             arithmetic,
-            product=Product(rounded, on_tpu),
+            product=Product(rounded),
             sequences=self.return_sequences,
             reverse=self.go_backwards,
             directions=directions,
@@ -191,7 +190,7 @@ class FastRecurrence:
             hoist=variant.hoist,
             segment=variant.segment,
             unroll=variant.unroll,
-            pin_layout=place.alone and on_tpu,
+            pin_layout=place.alone and place.platform == "tpu",
             kernel=variant.kernel,
             unrolled=variant.unrolled,
         )

@@ -65,13 +65,9 @@ class Product:
     Args:
         dtype: Name of the dtype to which operands are rounded ("bfloat16" with a mixed policy), or
             None for no rounding. Products always accumulate in at least float32.
-        sum_by_product: Whether sums over time and batch are products with ones. In the TPU
-            compiler's schedule, a separate sum reads the cotangents once more in float32; with
-            products, they can be kept in the products' precision.
     """
 
     dtype: str | None = None
-    sum_by_product: bool = False
 
     def weight(self, weight: Array) -> Array:
         """A weight, rounded once for many products."""
@@ -120,10 +116,11 @@ class Product:
         )
 
     def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient."""
-        if not self.sum_by_product:
-            wide = jnp.promote_types(cotangents.dtype, jnp.float32)
-            return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
+        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient.
+
+        The sum is a product with ones: in the TPU compiler's schedule, a separate sum reads the
+        cotangents once more in float32. On CPU both take as long.
+        """
         inputs = rows.shape[-1]
         # Eight rows of ones, the height of a tile: the compiler would turn a single row back into a
         # sum.

@@ -70,11 +70,10 @@ class Loop:
     def early(self) -> bool:
         """Whether the backward pass computes its coefficients before its loop, for all steps.
 
-        Otherwise it computes them step by step inside, which takes less memory. Before the loop
-        they need no memory if they are the states themselves, and little memory within a segment.
+        Otherwise it computes them step by step inside, which takes less memory. Within a segment
+        they need little.
         """
-        cheap = self.cell.states_suffice or self.segment is not None
-        return self.kernel is None and cheap
+        return self.kernel is None and self.segment is not None
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.

@@ -77,7 +77,7 @@ def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last
         back = functools.partial(retreat, loop.cell.coefficients(at, before))
         d_state, emitted = step_back(back, emit, d_state, d_h, alive)
         d_xs[t], now = of_step(x[t], before, emitted)
-        total = now if total is None else jax.tree.map(jnp.add, total, now)
+        total = now if total is None else total + now
     return jnp.stack(d_xs), finish(total), d_state
 
 
@@ -89,7 +89,6 @@ def _back(loop: Loop, weights: Weights):
     (weight, bias), transpose = jax.vjp(cell.joined, wide)
     of_state = product.weight(weight[-weights.recurrent.shape[-2] :])
     kernel = product.weight(weights.kernel)
-    summed = product.sum_by_product and bias is not None
 
     def retreat(coefficients, cotangent):
         columns, (dh, *others) = cell.columns_back(coefficients, cotangent)
@@ -98,13 +97,11 @@ def _back(loop: Loop, weights: Weights):
     def of_step(x_now, before, emitted):
         (columns,) = emitted
         # Eight rows of ones, as in `Product.outer_and_sum`.
-        ones = [jnp.ones((len(x_now), 8), columns.dtype)] if summed else []
+        ones = [] if bias is None else [jnp.ones((len(x_now), 8), columns.dtype)]
         now = product.outer(_rows(loop, x_now, before, *ones)[None], columns[None])
-        total = None if bias is None or summed else jnp.sum(columns, axis=0, dtype=now.dtype)
-        return product.back(columns[..., : kernel.shape[-1]], kernel), (now, total)
+        return product.back(columns[..., : kernel.shape[-1]], kernel), now
 
     def finish(total):
-        now, of_bias = total
-        return transpose((now[: len(weight)], now[len(weight)] if summed else of_bias))[0]
+        return transpose((total[: len(weight)], None if bias is None else total[len(weight)]))[0]
 
     return retreat, of_step, finish
