@@ -368,7 +368,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         report = lint_model(
             model,
             placement,
-            self.layouts.setting,
+            self.layouts,
             batch_size=batch_size,
             foreign=foreign,
             tables=refused(model, self),

@@ -188,20 +188,23 @@ def computed_otherwise(
     layer: Any,
     args: tuple,
     kwargs: dict,
-    compute: Callable[[Any, list], list],
+    compute: Callable[[Any, list], list | None],
 ) -> Any:
     """Runs a layer's call, with its program computed in another way.
 
     Args:
         compute: A function of the program, a `ClosedJaxpr`, and its inputs, which returns the
-            outputs.
+            outputs, or `None` to compute them as the program does.
 
     Returns:
         The result of the call; its assignments and losses are applied.
     """
     call = PureCall(stock, layer, args, kwargs)
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
-    outputs = compute(jaxpr, jax.tree.leaves(call.inputs))
+    inputs = jax.tree.leaves(call.inputs)
+    outputs = compute(jaxpr, inputs)
+    if outputs is None:
+        outputs = core.jaxpr_as_fun(jaxpr)(*inputs)
     return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
 
 

@@ -91,7 +91,6 @@ def dot_product_attention(
     *,
     mesh: Mesh,
     data_axes: Sequence[str],
-    head_axes: Sequence[str] | None = None,
     time_axis: str | None = None,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
@@ -105,8 +104,9 @@ def dot_product_attention(
     """Attention on a mesh: a flash kernel for the share of every TPU, otherwise XLA's attention.
 
     The batch is split over `data_axes`, and padded inside if it is not divisible; heads are split
-    over `head_axes`. If there are fewer key/value heads than devices on the head axes, every device
-    gets the one it needs. Queries may also be split along time; keys and values are then gathered.
+    over the other axes that divide their number. If there are fewer key/value heads than devices on
+    these, every device gets the one it needs. Queries may also be split along time; keys and values
+    are then gathered.
     The kernel has no bias. (JAX's other flash kernel has one, but takes it, and returns its
     gradient, as `(batch, heads, time, source)`, the very buffer that a flash kernel avoids.) It
     needs float32 or bfloat16 and TPU v4 or later, and computes whole blocks of 128. XLA computes
@@ -119,8 +119,6 @@ def dot_product_attention(
         key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
         value: `(batch, source, kv_heads, value_width)`.
         data_axes: Mesh axes that split the batch; may be empty.
-        head_axes: Mesh axes that may split the heads; by default all that are not in `data_axes`.
-            If the number of heads is not divisible by an axis, the axis is left out.
         time_axis: The mesh axis that splits queries along time if it divides them, or `None`.
         bias: Added to the logits; broadcastable to `(batch, heads, time, source)`.
         mask: True if a query may see a key; broadcastable to `(batch, heads, time, source)`, or
@@ -166,10 +164,7 @@ def dot_product_attention(
 
     # The kernel has no scale. One rounding of the query, as in Keras's own einsum attention.
     query = (query.astype(jnp.float32) * scale).astype(dtype)
-    if head_axes is None:
-        head_axes = [name for name in mesh.axis_names if name not in data_axes]
-    arrays = (query, key, value)
-    return on_shares(*arrays, mask, head_axes=head_axes, interpret=interpret, **where, **options)
+    return on_shares(query, key, value, mask, interpret=interpret, **where, **options)
 
 
 def _takes_kernel(

@@ -36,55 +36,65 @@ def tiling(length: int) -> Tiling:
     return min(options, key=lambda t: t.padded * (1 + _ROWS_PER_STEP / t.block))
 
 
-@dataclasses.dataclass(frozen=True)
-class _StaticMask(splash.Mask):
-    """Causality and padded keys, computed inside the kernel instead of read from memory.
+class KeysUpTo(splash.Mask):
+    """Each query sees the keys up to one, computed inside the kernel instead of read from memory.
 
-    The kernel skips blocks that this mask empties, and calls `mask_function` with the row and
-    column numbers of the others. Equal masks must have equal hashes: the kernel caches by mask.
+    The kernel skips blocks that this mask empties, and calls `mask_function` for the others. Equal
+    masks must have equal hashes: the kernel caches by mask.
+
+    Args:
+        last: For each query, the last key that it sees; int32.
+        columns: The number of keys, padded.
     """
 
-    rows: int
-    columns: int
-    true_columns: int
-    is_causal: bool
+    def __init__(self, last: np.ndarray, columns: int):
+        self.q_sequence, self._columns = last, columns
+        self._key = last.tobytes(), columns
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.rows, self.columns
+        """The number of queries and of keys."""
+        return len(self.q_sequence), self._columns
 
-    @property
-    def q_sequence(self) -> np.ndarray:
-        return np.arange(self.rows, dtype=np.int32)
+    def mask_function(self, last, columns):
+        """Which keys are seen, by the entries of `q_sequence` and the numbers of keys."""
+        return last >= columns
 
-    def mask_function(self, rows, columns):
-        real = columns < self.true_columns
-        if not self.is_causal:
-            return real & (rows >= 0)  # as tall as the block, which the kernel asks of a mask
-        return real & (rows >= columns) if self.true_columns < self.columns else rows >= columns
+    def __eq__(self, other):
+        return isinstance(other, KeysUpTo) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
 
     def __getitem__(self, index) -> np.ndarray:
-        rows, columns = (
-            np.arange(*part.indices(size)) for size, part in zip(self.shape, index, strict=True)
-        )
-        if not self.is_causal:
-            rows = np.full_like(rows, self.columns)
-        return seen_of(rows, columns, self.true_columns)
+        last = self.q_sequence[index[0]]
+        columns = np.arange(*index[1].indices(self._columns))
+        # Most blocks of a long sequence are all or nothing.
+        if columns[0] > last.max():
+            return np.zeros((len(last), len(columns)), bool)
+        if columns[-1] <= last.min():
+            return np.ones((len(last), len(columns)), bool)
+        return last[:, None] >= columns[None, :]
 
 
-def seen_of(rows: np.ndarray, columns: np.ndarray, source: int) -> np.ndarray:
-    """Which keys queries see, `(rows, columns)`; most blocks of a long sequence are all or nothing.
+def static_mask(time: int, source: int, is_causal: bool) -> KeysUpTo:
+    """The mask of padded keys, and of causality."""
+    rows = np.arange(tiling(time).padded) if is_causal else np.full(tiling(time).padded, source)
+    return KeysUpTo(np.minimum(rows, source - 1, dtype=np.int32), tiling(source).padded)
+
+
+def blocks_computed(mask: KeysUpTo, time: int, source: int, devices: int = 1) -> tuple[int, int]:
+    """The number of blocks that a mask leaves, and that of all blocks.
 
     Args:
-        rows: The number of each query, of which it sees the keys up to its own.
-        columns: The number of each key, ascending.
+        time: The queries of each device, not padded.
+        source: The keys, likewise.
+        devices: The number of devices that share the mask's queries; the busiest one counts.
     """
-    size = (len(rows), len(columns))
-    if columns[0] > rows.max() or columns[0] >= source:
-        return np.zeros(size, bool)
-    if columns[-1] <= rows.min() and columns[-1] < source:
-        return np.ones(size, bool)
-    return (rows[:, None] >= columns[None, :]) & (columns[None, :] < source)
+    down, across = tiling(time).block, tiling(source).block
+    last = mask.q_sequence.reshape(devices, -1, down).max(axis=2)
+    most = np.sum(last // across + 1, axis=1).max()
+    return int(most), last.shape[1] * (mask.shape[1] // across)
 
 
 def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
@@ -102,29 +112,16 @@ def heads_first(x: jax.Array, length: int) -> jax.Array:
 
 
 def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
-    rows, columns = tiling(time), tiling(source)
-    if is_causal or columns.padded > source:
-        mask = _StaticMask(rows.padded, columns.padded, source, is_causal)
-    else:
-        mask = splash.FullMask((rows.padded, columns.padded))
+    computed = static_mask(time, source, is_causal)
+    is_whole = not is_causal and computed.shape[1] == source
+    mask = splash.FullMask(computed.shape) if is_whole else computed
     kernel = make(splash.MultiHeadMask([mask] * heads))
 
     def named(*arguments):
-        with jax.named_scope(blocks_scope(*blocks_computed(time, source, is_causal))):
+        with jax.named_scope(blocks_scope(*blocks_computed(computed, time, source))):
             return kernel(*arguments)
 
     return named
-
-
-def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
-    """The number of blocks that a mask of padding and causality leaves, and that of all blocks."""
-    rows, columns = tiling(time), tiling(source)
-    across = columns.padded // columns.block
-    computed, down = 0, rows.padded // rows.block
-    for i in range(down):
-        last = (i + 1) * rows.block - 1 if is_causal else source
-        computed += min(across, min(last, source - 1) // columns.block + 1)
-    return computed, down * across
 
 
 def blocks_scope(computed: int, blocks: int) -> str:

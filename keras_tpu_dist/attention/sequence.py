@@ -24,10 +24,11 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist.attention.kernel import (
     LANES,
+    KeysUpTo,
     block_sizes,
+    blocks_computed,
     blocks_scope,
     heads_first,
-    seen_of,
     segment_ids,
     tiling,
 )
@@ -87,48 +88,13 @@ class Pieces:
         return jnp.concatenate([jax.lax.ppermute(h, axis, way) for h, way in halves], axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Causal(splash.Mask):
-    """The causal mask for the queries of all devices, padded to whole blocks on every device.
-
-    Equal masks must have equal hashes: the kernel caches by mask.
-    """
-
-    pieces: Pieces
-    source: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.pieces.devices * tiling(self.pieces.rows).padded, tiling(self.source).padded
-
-    @functools.cached_property
-    def q_sequence(self) -> np.ndarray:
-        # Padded rows only see the first key.
-        padding = (0, tiling(self.pieces.rows).padded - self.pieces.rows)
-        every = (self.pieces.positions(i) for i in range(self.pieces.devices))
-        return np.concatenate([np.pad(array, padding) for array in every])
-
-    def mask_function(self, rows, columns):
-        seen = rows >= columns
-        return seen & (columns < self.source) if self.source < self.shape[1] else seen
-
-    def __getitem__(self, index) -> np.ndarray:
-        columns = np.arange(*index[1].indices(self.shape[1]))
-        return seen_of(self.q_sequence[index[0]], columns, self.source)
-
-
-def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
-    """The number of blocks that the busiest device computes for a causal sequence, and of all its
-    blocks.
-    """
-    rows, columns = tiling(pieces.rows), tiling(source)
-    down, across = rows.padded // rows.block, columns.padded // columns.block
-    most = 0
-    for device in range(pieces.devices):
-        positions = np.pad(pieces.positions(device), (0, rows.padded - pieces.rows))
-        last = np.minimum(positions.reshape(down, rows.block).max(axis=1), source - 1)
-        most = max(most, int(np.sum(last // columns.block + 1)))
-    return most, down * across
+def causal_mask(pieces: Pieces, source: int) -> KeysUpTo:
+    """The causal mask for the queries of all devices, padded to whole blocks on every device."""
+    # Padded rows only see the first key.
+    padding = (0, tiling(pieces.rows).padded - pieces.rows)
+    every = (pieces.positions(i) for i in range(pieces.devices))
+    last = [np.pad(np.minimum(rows, source - 1), padding) for rows in every]
+    return KeysUpTo(np.concatenate(last), tiling(source).padded)
 
 
 def groups_of_heads(kv_heads: int) -> int:
@@ -138,21 +104,20 @@ def groups_of_heads(kv_heads: int) -> int:
     return math.gcd(kv_heads, _GROUPS)
 
 
-def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Array]:
+def gathered(local: Callable[..., jax.Array], axis: str | None) -> Callable[..., jax.Array]:
     """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
-    Their gradients are reduce-scattered.
+    Their gradients are reduce-scattered. Without an axis, they are whole already.
     """
+    whole = (lambda x: x) if axis is None else functools.partial(all_of, axis=axis)
 
-    def attention(query, key, value, mask):
+    def attention(query, key, value, mask=None):
         groups = groups_of_heads(key.shape[2])
         parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
         masks = [mask] * groups
         if mask is not None and mask.shape[1] > 1:
             masks = jnp.split(mask, groups, axis=1)
-        outputs = [
-            local(q, all_of(k, axis), all_of(v, axis), m) for q, k, v, m in zip(*parts, masks)
-        ]
+        outputs = [local(q, whole(k), whole(v), m) for q, k, v, m in zip(*parts, masks)]
         return jnp.concatenate(outputs, axis=2)
 
     return attention
@@ -168,7 +133,7 @@ def causal_kernel(
 ) -> Any:
     """The kernel of a causal sequence, with what each device skips."""
     return splash.make_splash_mha(
-        splash.MultiHeadMask([_Causal(pieces, source)] * heads),
+        splash.MultiHeadMask([causal_mask(pieces, source)] * heads),
         head_shards=1,
         q_seq_shards=pieces.devices,
         block_sizes=block_sizes(tiling(pieces.rows).block, tiling(source).block),
@@ -205,21 +170,22 @@ def causal_local(
     Returns:
         `(batch, rows, heads, value_width)`.
     """
-    query = pieces.brought(query, axis)
-    attend = functools.partial(_attend, kernel, valid=valid, pieces=pieces)
-    groups = groups_of_heads(key.shape[2])
-    parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
-    whole = functools.partial(all_of, axis=axis) if split_keys else lambda x: x
-    outputs = [attend(q, whole(k), whole(v)) for q, k, v in zip(*parts)]
-    return pieces.returned(jnp.concatenate(outputs, axis=2), axis)
+
+    def attend(query, key, value, _):
+        return _attend(kernel, query, key, value, valid, pieces)
+
+    attention = gathered(attend, axis if split_keys else None)
+    return pieces.returned(attention(pieces.brought(query, axis), key, value), axis)
 
 
-def _attend(kernel, query, key, value, *, valid, pieces: Pieces) -> jax.Array:
+def _attend(kernel, query, key, value, valid, pieces: Pieces) -> jax.Array:
     rows, columns = tiling(pieces.rows), tiling(key.shape[1])
     arrays: list[Any] = [heads_first(query, rows.padded)]
     arrays += [heads_first(x, columns.padded) for x in (key, value)]
     if valid is not None:
         arrays.append(segment_ids(valid, arrays[0], columns.padded))
-    with jax.named_scope(blocks_scope(*blocks_computed(pieces, key.shape[1]))):
+    source = key.shape[1]
+    blocks = blocks_computed(causal_mask(pieces, source), pieces.rows, source, pieces.devices)
+    with jax.named_scope(blocks_scope(*blocks)):
         output = jnp.asarray(jax.vmap(kernel)(*arrays))
     return jnp.swapaxes(output[:, :, : pieces.rows], 1, 2)

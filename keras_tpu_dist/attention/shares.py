@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ def on_shares(
     *,
     mesh: Mesh,
     data_axes: Sequence[str],
-    head_axes: Sequence[str],
     time_axis: str | None,
     is_causal: bool,
     soft_cap: float | None,
@@ -40,7 +39,7 @@ def on_shares(
     if not free:
         return local(query, key, value, mask, is_causal=is_causal)
     data_axes = tuple(axis for axis in data_axes if axis not in taken)
-    others = [axis for axis in head_axes if axis not in taken and axis != time_axis]
+    others = [axis for axis in mesh.axis_names if axis not in (*data_axes, *taken, time_axis)]
     head_axes = entry_names(dividing_axes(query.shape[2], others, mesh))
     batch = query.shape[0]
     short = -batch % axis_size(mesh, data_axes)
@@ -76,11 +75,13 @@ _Arrays = tuple[jax.Array, ...]
 _Mask = jax.Array | None
 
 
-class _Axes:
+class _Axes(NamedTuple):
     """What splits what."""
 
-    def __init__(self, mesh: Mesh, rows: tuple, heads: tuple, time: str | None):
-        self.mesh, self.rows, self.heads, self.time = mesh, rows, heads, time
+    mesh: Mesh
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+    time: str | None
 
     def of_query(self) -> P:
         return P(self.rows or None, self.time, self.heads or None, None)

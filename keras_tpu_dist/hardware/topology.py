@@ -43,9 +43,9 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
     """
     best: dict[int, tuple[int, ...]] = {}
     for shape in sorted(shapes(chip), key=lambda s: (max(s) - min(s), s)):
-        in_order = list(shape) == sorted(shape) or shape in chip.shapes
-        if in_order and _is_standard_size(math.prod(shape)):
-            best.setdefault(math.prod(shape), shape)
+        chips, in_order = math.prod(shape), list(shape) == sorted(shape) or shape in chip.shapes
+        if in_order and chips & (chips - 1) == 0:
+            best.setdefault(chips, shape)
     return [best[n] for n in sorted(best)]
 
 
@@ -60,10 +60,6 @@ def checked_slices(slices: Any, chip: Chip, name: object) -> int:
             fix="Write num_slices=1, or a v4 or later chip.",
         )
     return operator.index(slices)
-
-
-def _is_standard_size(chips: int) -> bool:
-    return chips & (chips - 1) == 0
 
 
 _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.aliases)}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
@@ -68,17 +67,17 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     return _keras.computed_otherwise(stock, layer, args, kwargs, chosen)
 
 
-def _chosen(layer: Any, jaxpr: Any, inputs: list) -> list:
+def _chosen(layer: Any, jaxpr: Any, inputs: list) -> list | None:
     """Runs a layer's program, but only the chosen experts in it."""
     outputs = computed(jaxpr, inputs, lambda count: _where(layer, count))
-    if outputs is not None:
-        return outputs
-    log_once(
-        f"layer {layer.path!r} computes all experts for every token: the choice of experts cannot "
-        f"be seen in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
-        logging.WARNING,
-    )
-    return core.jaxpr_as_fun(jaxpr)(*inputs)
+    if outputs is None:
+        shapes = [jax.numpy.shape(x) for x in inputs]
+        log_once(
+            f"layer {layer.path!r} computes all experts for every token: the choice of experts "
+            f"cannot be seen in a call with arguments of the shapes {shapes}",
+            logging.WARNING,
+        )
+    return outputs
 
 
 def _where(layer: Any, count: int) -> Where:

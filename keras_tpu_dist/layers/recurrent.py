@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 
 import jax.numpy as jnp
 import keras
@@ -11,6 +10,7 @@ from keras import tree
 from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
 from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.layers.place import Place, axes_of, find
 from keras_tpu_dist.recurrence import (
     BUILT_IN,
@@ -130,12 +130,11 @@ class FastRecurrence:
         )
         return self._outputs(hs, list(last), mask)
 
-    def variant(self, shape, place: Place | None = None, directions: int = 1) -> Variant:
+    def variant(self, shape) -> Variant:
         """Which variant of the gradient runs for an input shape, and why.
 
         Args:
             shape: The global shape `(batch, time, features)`.
-            directions: 2 if a `Bidirectional` runs both directions in one loop.
         """
         arithmetic = self._arithmetic()
         if isinstance(arithmetic, str):
@@ -144,7 +143,7 @@ class FastRecurrence:
                 received=f"layer {self.name!r} takes Keras's path: {arithmetic}.",
                 fix="Change what the reason names, or do not call variant().",
             )
-        return self._variant(arithmetic, shape, self._at(place or find()), directions)
+        return self._variant(arithmetic, shape, self._at(find()))
 
     def _variant(self, arithmetic, shape, place: Place, directions=1) -> Variant:
         return choose(
@@ -176,25 +175,22 @@ class FastRecurrence:
         return "bfloat16" if place.rounds else None
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
-        on_tpu = place.platform == "tpu"
         rounded = self._rounded_to(place)
         if variant.unrolled and jnp.dtype(self.compute_dtype).itemsize >= 4:
             # No array is kept for products alone, and rounding would be one more kernel in every
             # step.
             rounded = None
-        if isinstance(arithmetic, recurrence.LSTM):
-            arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
         return Loop(
             arithmetic,
-            product=Product(rounded, on_tpu),
+            product=Product(rounded),
             sequences=self.return_sequences,
-            reverse=self.go_backwards and directions == 1,
+            reverse=self.go_backwards,
             directions=directions,
             keep=variant.keep,
             hoist=variant.hoist,
-            segment=variant.segment if directions == 1 else None,
+            segment=variant.segment,
             unroll=variant.unroll,
-            pin_layout=place.alone and on_tpu,
+            pin_layout=place.alone and place.platform == "tpu",
             kernel=variant.kernel,
             unrolled=variant.unrolled,
         )
@@ -226,7 +222,7 @@ class FastRecurrence:
         weights = [v for v in weights if v is not None]
         if not any(any(axes_of(v)) for v in weights):
             return None
-        return gathering(sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights))
+        return gathering(sum(map(bytes_of, weights)))
 
     def _stock_loop(self, reason, sequences, initial_state, mask, training):
         if reason not in self._warned:

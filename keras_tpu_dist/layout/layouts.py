@@ -16,7 +16,7 @@ from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
 from keras_tpu_dist.layout.rules import Decision, LayoutRules, check_axis_names, checked, decide
 
 
-class Layouts:
+class Layouts(Setting):
     """Decides the layouts of variables and layer outputs on one mesh.
 
     Args:
@@ -33,9 +33,8 @@ class Layouts:
         shard_optimizer: bool = False,
         batch_first: bool = True,
     ):
-        self.mesh = mesh
-        self.data_axes = data_axes
-        self.layout = checked_layout(layout, mesh.axis_names)
+        layout = checked_layout(layout, mesh.axis_names)
+        super().__init__(mesh, data_axes, layout, bool(shard_optimizer), batch_first)
         if isinstance(self.layout, Planner):
             self.layout.check_mesh(mesh, data_axes)
         if shard_optimizer and not state_axes(mesh, data_axes):
@@ -44,7 +43,6 @@ class Layouts:
                 received={"shard_optimizer": True, "data axes": ()},
                 fix='Add an axis "data" to the mesh, or name one with data_axes=.',
             )
-        self.setting = Setting(mesh, data_axes, self.layout, bool(shard_optimizer), batch_first)
 
     @property
     def planned_by_model(self) -> bool:
@@ -67,7 +65,7 @@ class Layouts:
             given: Returns the layout that the user gave a variable, or `None`.
         """
         check_model(model, "What a strategy says of layouts")
-        return place(model, self.setting, given)
+        return place(model, self, given)
 
     def planned(self, model: Any) -> Plan:
         """The layouts that the plan chooses for a model."""

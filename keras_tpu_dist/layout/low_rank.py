@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of, root_of
@@ -34,10 +33,10 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     return _keras.computed_otherwise(stock, layer, args, kwargs, _by_factors)
 
 
-def _by_factors(jaxpr: Any, inputs: list) -> list:
+def _by_factors(jaxpr: Any, inputs: list) -> list | None:
     graph = graph_of(jaxpr)
     instead = {found.product: found.replaced() for found in sums_in(graph)}
-    return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
+    return graph.evaluate(inputs, instead) if instead else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from keras_tpu_dist.layout.rules import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """The strategy's options for the decision.
 

@@ -278,7 +278,9 @@ class Planner:
         if self.kind != "auto":
             return (self.kind,), self.kind
         room = (self.memory_bytes or device_memory(mesh)) * _STATE_FRACTION
-        state = sum(state_bytes(v) / _ways(mesh, tensor.get(id(v))) for v in variables)
+        state = sum(
+            state_bytes(v) / split_ways(mesh, tensor.get(id(v), _UNPLANNED).axes) for v in variables
+        )
         plans = ["tensor_parallel"] if len(mesh.axis_names) > len(stored) else []
         already = " after that" if plans else ""
         if state > room and math.prod(mesh.shape[name] for name in stored) > 1:
@@ -385,10 +387,6 @@ def _worse(choice, best) -> str:
 def _model_axes(mesh, data_axes) -> tuple[str, ...]:
     others = state_axes(mesh, data_axes)
     return tuple(name for name in mesh.axis_names if name not in others)
-
-
-def _ways(mesh, decision: Decision | None) -> int:
-    return 1 if decision is None else split_ways(mesh, decision.axes)
 
 
 def state_bytes(variable: Any) -> int:

@@ -275,9 +275,7 @@ class TensorPlan:
         by_input = len(variable.shape) > 1 and not variable.shape[0] % axis_size(self._mesh, entry)
         self._decide(variable, (entry, None) if by_input else (), reason)
         used = tuple(entry if d == dim else None for d in range(len(view.shape)))
-        decision = self.decisions[id(variable)]
-        why = f"{decision.reason}; used as {view.shape}, dimension {dim} split"
-        self.decisions[id(variable)] = replace(decision, reason=why, used=used, view=view)
+        self._also(variable, f"used as {view.shape}, dimension {dim} split", used=used, view=view)
 
     def _put_whole(self, whole: Sequence[int], variables, why: str) -> None:
         for w in whole:
@@ -420,29 +418,21 @@ class TensorPlan:
 
         Otherwise every later norm and kernel would gather them.
         """
-        decision = self.decisions[id(weight)]
-        reason = f"{decision.reason}; its features are gathered"
         gathered = Gathered(layer.path, tuple(sizes))
-        self.decisions[id(weight)] = replace(decision, reason=reason, gathered=gathered)
+        self._also(weight, "its features are gathered", gathered=gathered)
 
     def _use_whole(self, variable) -> None:
         """Lets calls use a weight whole that is stored in parts."""
-        decision = self.decisions[id(variable)]
-        if decision.axes:
-            used, reason = (None,) * len(variable.shape), f"{decision.reason}; used whole"
-            self.decisions[id(variable)] = replace(decision, reason=reason, used=used)
+        if self.decisions[id(variable)].axes:
+            self._also(variable, "used whole", used=(None,) * len(variable.shape))
 
     def _use(self, variable, dim: int, entry, what: str) -> None:
         """Lets calls use a weight in unequal parts, along a dimension that is not divisible."""
         size, ways = variable.shape[dim], axis_size(self._mesh, entry)
-        decision = self.decisions[id(variable)]
-        if not decision.axes or size < ways * _FEWEST_IN_A_PART:
-            return
-        self.decisions[id(variable)] = replace(
-            decision,
-            reason=f"{decision.reason}; used by {what}, padded: {size} is {_INDIVISIBLE} {ways}",
-            used=tuple(entry if d == dim else None for d in range(len(variable.shape))),
-        )
+        if self.decisions[id(variable)].axes and size >= ways * _FEWEST_IN_A_PART:
+            why = f"used by {what}, padded: {size} is {_INDIVISIBLE} {ways}"
+            used = tuple(entry if d == dim else None for d in range(len(variable.shape)))
+            self._also(variable, why, used=used)
 
     def _recurrent(self, layer, gates: int) -> None:
         units = layer.units if hasattr(layer, "units") else layer.filters
@@ -548,6 +538,11 @@ class TensorPlan:
         if not any(axes):
             axes = ()
         self.decisions[id(variable)] = Decision(axes, f"tensor_parallel: {reason}")
+
+    def _also(self, variable, why: str, **more: Any) -> None:
+        """Adds to the decision about a weight how its layer uses it."""
+        before = self.decisions[id(variable)]
+        self.decisions[id(variable)] = replace(before, reason=f"{before.reason}; {why}", **more)
 
     def _replicate_layer(self, layer, reason: str) -> None:
         for variable in layer.variables:

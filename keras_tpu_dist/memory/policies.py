@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.programs.dimensions import ELEMENTWISE
 
 # The policies, and what they keep.
 WORDS = {
@@ -62,18 +63,13 @@ def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 # Operations that a compiler would rather recompute: keeping a result reads and writes as much as
 # recomputing it, and they are fused with the operation before or after.
+# A value that the model names is kept.
 # fmt: off
-_CHEAP = {
-    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "log", "log1p", "logistic", "max", "min", "mul", "ne", "neg", "not",
-    "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square",
-    "sub", "tan", "tanh", "xor", "stop_gradient", "copy", "copy_p", "convert_element_type",
-    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev",
-    "concatenate", "pad", "iota", "real", "imag", "sharding_constraint", "optimization_barrier",
-    "shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type",
-    "random_bits", "threefry2x32", "rng_bit_generator", "random_wrap", "random_unwrap",
-    "random_fold_in", "random_split", "random_seed",
+_CHEAP = (ELEMENTWISE - {"name"}) | {
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "expand_dims", "iota",
+    "optimization_barrier", "pad", "random_bits", "random_fold_in", "random_seed", "random_split",
+    "random_unwrap", "random_wrap", "reshape", "rev", "rng_bit_generator", "squeeze",
+    "threefry2x32", "transpose",
 }
 # fmt: on
 

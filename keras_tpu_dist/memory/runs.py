@@ -16,7 +16,7 @@ from jax.extend import core
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.equality import Fingerprints, value_of
-from keras_tpu_dist.programs.jaxprs import opened
+from keras_tpu_dist.programs.jaxprs import opened, with_equations
 
 # Keys of configs in which equal layers may differ.
 _NAMES = ("name", "layer_name")
@@ -334,6 +334,4 @@ def without_aliases(jaxpr: Any, notes: Tracing) -> Any:
         for own, outer in zip(inner.outvars, equation.outvars, strict=True):
             if not isinstance(own, core.Literal) and own in place:
                 names[outer] = equation.invars[place[own]]
-    program = opened(jaxpr)
-    edited = program.replace(eqns=equations, outvars=named(program.outvars))
-    return jaxpr.replace(jaxpr=edited)
+    return with_equations(jaxpr, equations, outvars=named(opened(jaxpr).outvars))

@@ -13,7 +13,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import known_words
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.setting import setting
@@ -116,7 +116,11 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
         _write(model, None)
         return ScanReport(model.name, ())
     if _keras.in_symbolic_scope() or not _keras.is_built(model):
-        raise ValueError(_unbuilt(model))
+        raise value_error(
+            "scan_blocks looks for equal blocks in a model that is built.",
+            received={"model": model.name, "built": False},
+            fix="Give a Sequential model a keras.Input, or call model.build(shape) first.",
+        )
     _prepare(model)
     report = _report_of(model, _specs(model, inputs))
     _write(model, True if report.runs else None)
@@ -260,14 +264,6 @@ def _check(model: Any) -> None:
         "scan_blocks looks for equal blocks in a model.",
         received={"model": model},
         fix="Pass a keras.Model, or a layer that contains the blocks.",
-    )
-
-
-def _unbuilt(model: Any) -> str:
-    return message(
-        "scan_blocks looks for equal blocks in a model that is built.",
-        received={"model": model.name, "built": False},
-        fix="Give a Sequential model a keras.Input, or call model.build(shape) first.",
     )
 
 

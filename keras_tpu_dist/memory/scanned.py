@@ -13,7 +13,15 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.memory.policies import keeps_costly_values
 from keras_tpu_dist.memory.runs import Block, Run, is_block
 from keras_tpu_dist.programs.calls import is_recomputed, program_of
-from keras_tpu_dist.programs.jaxprs import any_equation, inner_jaxprs, opened, with_inner_jaxprs
+from keras_tpu_dist.programs.jaxprs import (
+    any_equation,
+    constants_of,
+    function_of,
+    inner_jaxprs,
+    opened,
+    with_equations,
+    with_inner_jaxprs,
+)
 from keras_tpu_dist.programs.partitioner.places import mesh_here
 
 
@@ -80,8 +88,7 @@ def _with_inputs(jaxpr: Any, dtypes: dict[int, Any]) -> Any:
             equation = with_inner_jaxprs(equation, lambda j, taken=taken: _with_inputs(j, taken))
         equations.append(equation)
     outputs = [_renamed(atom, renamed) for atom in program.outvars]
-    edited = program.replace(invars=inputs, outvars=outputs, eqns=equations)
-    return edited if isinstance(jaxpr, core.Jaxpr) else jaxpr.replace(jaxpr=edited)
+    return with_equations(jaxpr, equations, invars=inputs, outvars=outputs)
 
 
 def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
@@ -110,10 +117,7 @@ def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
     """
     weights = [i for i in own if i >= block.arguments]
     jaxpr, dtypes = narrowed(block.equation.params["jaxpr"], weights)
-    program, constants = (
-        opened(jaxpr),
-        dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True)),
-    )
+    program, constants = opened(jaxpr), constants_of(jaxpr)
     layouts = {program.invars[i]: both for i in weights if (both := _layouts(block, i))}
     parts = [_part(program, equations, layouts) for equations in _parted(program)]
 
@@ -204,8 +208,7 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
     if again:
         call, outputs = _inner(equations[0], inputs), equations[0].outvars
     else:
-        alone = program.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
-        call = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
+        call = function_of(program, equations, inputs, outputs)
 
     def part(*given):
         return call(
@@ -238,9 +241,7 @@ def _variables(equations: list) -> list:
 def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
     """Runs a program."""
     program = opened(jaxpr)
-    values = dict(zip(program.constvars, jaxpr.consts, strict=True)) | dict(
-        zip(program.invars, inputs, strict=False)
-    )
+    values = constants_of(jaxpr) | dict(zip(program.invars, inputs, strict=False))
     for step in _in_order(program, runs, set(values)):
         given = [read(values, atom) for atom in step.inputs]
         values.update(zip(step.outputs, step.compute(given), strict=True))
@@ -269,13 +270,10 @@ def _in_order(program: Any, runs: list[Run], known: set) -> list[Step]:
                 later.append(step)
         if len(later) == len(waiting):
             # Two runs wait for blocks of each other: all except the first are taken apart.
-            return _in_order(program, runs[:-1], known - _made(program))
+            made = {variable for equation in program.eqns for variable in equation.outvars}
+            return _in_order(program, runs[:-1], known - made)
         waiting = later
     return ordered
-
-
-def _made(program: Any) -> set:
-    return {variable for equation in program.eqns for variable in equation.outvars}
 
 
 def _uses(program: Any) -> dict[Any, set[int]]:
@@ -296,8 +294,7 @@ def _equation(program: Any, equation: Any) -> Step:
         return Step(list(equation.invars), outputs, lambda given: within(*given))
     atoms = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
     inputs = list(dict.fromkeys(atoms))
-    alone = program.replace(constvars=[], invars=inputs, outvars=outputs, eqns=[equation])
-    call = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
+    call = function_of(program, [equation], inputs, outputs)
     return Step(inputs, outputs, lambda given: call(*given))
 
 

@@ -351,3 +351,13 @@ _RULES: dict[str, Callable[[Any], Dimensions]] = {
 
 # The primitives in the table, which call no program with their operands.
 KNOWN = frozenset(_RULES)
+
+# Parameters that only say the shape of a result.
+SHAPES = {
+    "broadcast_in_dim": "shape",
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}

@@ -10,7 +10,13 @@ import jax
 from jax.extend import core
 
 from keras_tpu_dist.programs.calls import is_recomputed, program_of
-from keras_tpu_dist.programs.jaxprs import constants_of, inner_jaxprs, opened, with_inputs
+from keras_tpu_dist.programs.jaxprs import (
+    constants_of,
+    function_of,
+    inner_jaxprs,
+    opened,
+    with_inputs,
+)
 
 # Operations that pass their operand's values on.
 SAME_VALUES = ("convert_element_type", "copy")
@@ -76,16 +82,9 @@ class Equation:
         return self._run(equation, list(held.values()))
 
     def _run(self, equation: Any, operands: Sequence[Any]) -> list:
-        # Evaluated as a program, so that its operations keep the names of layers.
-        alone = self.program.replace(
-            constvars=[],
-            invars=list(equation.invars),
-            outvars=list(equation.outvars),
-            eqns=[equation],
-            effects=equation.effects,
-        )
+        alone = function_of(self.program, [equation], equation.invars, equation.outvars)
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands))
+            return list(alone(*operands))
 
 
 @dataclass(eq=False, repr=False)

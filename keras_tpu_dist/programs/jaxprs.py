@@ -38,6 +38,24 @@ def with_equations(jaxpr: Any, equations: list, **others: Any) -> Any:
     return jaxpr.replace(jaxpr=edited)
 
 
+def function_of(
+    program: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., list]:
+    """Some equations of a program as a function, whose operations keep the names of layers.
+
+    Args:
+        program: The program, a `Jaxpr`.
+    """
+    alone = program.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(equations),
+        effects=set().union(*(equation.effects for equation in equations)),
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
+
+
 def with_constants(
     jaxpr: Any, constants: Mapping[Any, Any], inputs: Sequence[Any] | None = None
 ) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from keras_tpu_dist.programs.calls import calls
-from keras_tpu_dist.programs.dimensions import dimensions
+from keras_tpu_dist.programs.dimensions import SHAPES, dimensions
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
 from keras_tpu_dist.programs.jaxprs import inner_jaxprs, is_jaxpr, is_key, opened
 
@@ -32,16 +32,6 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
     ),
     "reduce_or": lambda dtype: 0,
     "reduce_xor": lambda dtype: 0,
-}
-
-# Parameters that only say the shape of a result.
-_SHAPES = {
-    "broadcast_in_dim": "shape",
-    "dynamic_slice": "slice_sizes",
-    "gather": "slice_sizes",
-    "iota": "shape",
-    "reshape": "new_sizes",
-    "slice": "limit_indices",
 }
 
 # They make rows of nothing: each row is what its number says, or what all rows are.
@@ -361,7 +351,7 @@ def _compare_params(one: Equation, other: Equation) -> None:
     # Their rules for gradients, which nobody asks for any more.
     has_rules = one.name.startswith(("custom_jvp_call", "custom_vjp_call"))
     for name, value in mine.items():
-        if name == _SHAPES.get(one.name) or _is_program(value):
+        if name == SHAPES.get(one.name) or _is_program(value):
             continue
         if has_rules and not isinstance(value, (int, tuple)):
             continue

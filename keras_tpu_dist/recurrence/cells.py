@@ -1,6 +1,6 @@
 """The arithmetic of one recurrent step and of its gradient, without loops: LSTM, GRU, SimpleRNN.
 
-A cell defines five functions, all element-wise except for the products with the recurrent kernel:
+A loop calls five functions of a `Cell`, element-wise except for products with the recurrent kernel:
 how a step advances the state, how the activations' inputs of all steps are rebuilt at once from the
 states, the coefficients that convert a state's cotangent to theirs, one step backwards, and the
 weight gradients of all steps at once. Shapes are written `(..., batch, units)`: the leading axes
@@ -9,7 +9,7 @@ are none for one step, time for all steps, and a direction axis if two direction
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,13 +65,9 @@ class Product:
     Args:
         dtype: Name of the dtype to which operands are rounded ("bfloat16" with a mixed policy), or
             None for no rounding. Products always accumulate in at least float32.
-        sum_by_product: Whether sums over time and batch are products with ones. In the TPU
-            compiler's schedule, a separate sum reads the cotangents once more in float32; with
-            products, they can be kept in the products' precision.
     """
 
     dtype: str | None = None
-    sum_by_product: bool = False
 
     def weight(self, weight: Array) -> Array:
         """A weight, rounded once for many products."""
@@ -120,73 +116,17 @@ class Product:
         )
 
     def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient."""
-        if not self.sum_by_product:
-            wide = jnp.promote_types(cotangents.dtype, jnp.float32)
-            return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
+        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient.
+
+        The sum is a product with ones: in the TPU compiler's schedule, a separate sum reads the
+        cotangents once more in float32. On CPU both take as long.
+        """
         inputs = rows.shape[-1]
         # Eight rows of ones, the height of a tile: the compiler would turn a single row back into a
         # sum.
         ones = jnp.ones((*rows.shape[:-1], 8), rows.dtype)
         both = self.outer(join(rows, ones), cotangents)
         return both[..., :inputs, :], both[..., inputs, :]
-
-
-class Cell(Protocol):
-    """The functions of a recurrence that the loop uses."""
-
-    gates: int
-    num_states: int
-    states_suffice: bool
-    only_multiplied: tuple[bool, ...]
-
-    def advance(self, product, recurrent, bias, projected, state) -> Any:
-        """One step: `(new state, the activations' inputs)`.
-
-        Args:
-            recurrent: `(..., units, gates * units)`.
-            bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
-            projected: The projected input including its bias, `(..., batch, gates * units)`.
-            state: The states before the step, each `(..., batch, units)`.
-        """
-        ...
-
-    def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
-        """The activations' inputs of all steps, from the states before each step.
-
-        Args:
-            previous: The states before these steps, each `(..., batch, units)`.
-        """
-        ...
-
-    def coefficients(self, inputs, previous) -> Any:
-        """The factors by which `retreat` multiplies cotangents, for one step or for all.
-
-        Args:
-            inputs: The result of `rebuild`, or the states after the steps if `states_suffice`.
-            previous: The states before the steps, each `(..., batch, units)`; None is allowed for
-                those that are `only_multiplied`.
-        """
-        ...
-
-    def retreat(self, product, recurrent, coefficients, cotangent) -> Any:
-        """One step backwards: `(cotangent of the state before, parts to emit)`.
-
-        Args:
-            coefficients: The result of `coefficients` for this step.
-            cotangent: Cotangents of the states after the step, each `(..., batch, units)`.
-        """
-        ...
-
-    def gradients(self, product, emitted, inputs, previous) -> Any:
-        """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
-
-        Args:
-            emitted: The values that `retreat` emitted in all steps, each
-                `(time, ..., batch, columns)`.
-            previous: The states before every step, each `(time, ..., batch, units)`.
-        """
-        ...
 
 
 def split(x: Array, parts: int) -> list[Array]:
@@ -204,21 +144,42 @@ def join(*parts: Array) -> Array:
     return jnp.concatenate(parts, axis=-1)
 
 
-class OneProduct:
-    """A cell whose activations' inputs are the projected inputs plus one product with the state."""
+class Cell:
+    """A recurrence whose activations read the projected input plus one product with a state.
 
-    def advance(self, product, recurrent, bias, projected, state):
-        """One step."""
+    States are those before a step, each `(..., batch, units)`, unless a function says otherwise.
+
+    Attributes:
+        gates: The number of gates, each with `units` columns.
+        num_states: The number of states; the first one is the output.
+        only_multiplied: For each state, whether only products read it in the backward pass.
+        states_suffice: Whether the slopes follow from the states after a step.
+    """
+
+    activation: Activation
+    gates: int
+    num_states: int
+    only_multiplied: tuple[bool, ...]
+    states_suffice = False
+
+    def advance(self, product, recurrent, bias, projected, state) -> Any:
+        """One step: `(new state, the activations' inputs)`.
+
+        Args:
+            recurrent: `(..., units, gates * units)`.
+            bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
+            projected: The projected input including its bias, `(..., batch, gates * units)`.
+        """
         inputs = self.rebuild(product, recurrent, bias, projected, state)
         return self.after(inputs, state), inputs
 
-    def rebuild(self, product, recurrent, bias, projected, previous):
-        """The inputs of the activations, of all steps, by one product."""
+    def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
+        """The activations' inputs of all steps, from the states before each step."""
         del bias
         return projected + product(previous[0], recurrent)
 
     def after(self, inputs, state) -> Any:
-        """The states after a step."""
+        """The states after a step, from the activations' inputs."""
         raise NotImplementedError
 
     def joined(self, weights) -> Any:
@@ -234,26 +195,47 @@ class OneProduct:
         """The activations' inputs, from the product with the weight of `joined`."""
         return columns
 
-    def columns_back(self, coefficients, cotangent) -> Any:
-        """The cotangent of those columns, and of the states apart from the product."""
+    def coefficients(self, inputs, previous) -> Any:
+        """The factors by which `retreat` multiplies cotangents, for one step or for all.
+
+        Args:
+            inputs: The result of `rebuild`, or the states after the steps if `states_suffice`.
+            previous: None is allowed for those that are `only_multiplied`.
+        """
         raise NotImplementedError
 
-    def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activations' inputs."""
+    def columns_back(self, coefficients, cotangent) -> Any:
+        """The cotangent of the columns of `joined`, and of the states apart from the product."""
+        raise NotImplementedError
+
+    def retreat(self, product, recurrent, coefficients, cotangent) -> Any:
+        """One step backwards, with one product: `(cotangent of the state before, parts to emit)`.
+
+        Args:
+            coefficients: The result of `coefficients` for this step.
+            cotangent: Cotangents of the states after the step.
+        """
         dz, (dh, *others) = self.columns_back(coefficients, cotangent)
         return (dh + product.back(dz, recurrent), *others), (dz,)
 
+    def gradients(self, product, emitted, inputs, previous) -> Any:
+        """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
+
+        Args:
+            emitted: The values that `retreat` emitted in all steps, each
+                `(time, ..., batch, columns)`; by default the cotangent of the activations' inputs.
+        """
+        d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
+        return emitted, (total,), d_recurrent, None
+
 
 @dataclasses.dataclass(frozen=True)
-class LSTM(OneProduct):
+class LSTM(Cell):
     """Gates in Keras's order: input, forget, candidate, output.
 
     Args:
         activation: The activation of the candidate and of the carried state.
         recurrent_activation: The activation of the gates.
-        wide: Whether the backward step multiplies all gates at once. The TPU compiler turns four
-            separate multiplications into three kernels; on CPU, joining them costs more than it
-            saves.
 
     References:
         Hochreiter and Schmidhuber, "Long short-term memory", Neural Computation 9(8), 1997.
@@ -261,11 +243,9 @@ class LSTM(OneProduct):
 
     activation: Activation = TANH
     recurrent_activation: Activation = SIGMOID
-    wide: bool = False
     gates = 4
     num_states = 2
     only_multiplied = (True, False)
-    states_suffice = False
 
     def after(self, inputs, state):
         """The states after a step."""
@@ -284,29 +264,19 @@ class LSTM(OneProduct):
         g, dg = self.activation.with_slope(at_g)
         y, dy = self.activation.with_slope(f * c_before + i * g)
         to_inputs = g * di, c_before * df, i * dg, y * do
-        return join(*to_inputs) if self.wide else to_inputs, o * dy, f
+        return join(*to_inputs), o * dy, f
 
     def columns_back(self, coefficients, cotangent):
         """The cotangent of all gates' inputs."""
         to_inputs, to_c, carry = coefficients
         dh, dc = cotangent
         dc = dc + dh * to_c
-        cotangents = (dc, dc, dc, dh)
-        if self.wide:
-            dz = join(*cotangents) * to_inputs
-        else:
-            dz = join(*(d * to for d, to in zip(cotangents, to_inputs)))
-        return dz, (0, dc * carry)
-
-    def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps."""
-        del inputs
-        d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
-        return emitted, (total,), d_recurrent, None
+        # All gates at once: the TPU compiler turns four separate products into three kernels.
+        return join(dc, dc, dc, dh) * to_inputs, (0, dc * carry)
 
 
 @dataclasses.dataclass(frozen=True)
-class GRU(OneProduct):
+class GRU(Cell):
     """The reset gate acts after the product with the recurrent kernel (`reset_after=True`).
 
     Gates in Keras's order: update, reset, candidate. The product has a bias of its own.
@@ -320,7 +290,6 @@ class GRU(OneProduct):
     gates = 3
     num_states = 1
     only_multiplied = (False,)
-    states_suffice = False
 
     def after(self, inputs, state):
         """The state after a step."""
@@ -400,7 +369,7 @@ def _apart(weight, gates: int, second: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class SimpleRNN(OneProduct):
+class SimpleRNN(Cell):
     """`h = activation(x @ kernel + bias + h_before @ recurrent_kernel)`.
 
     References:
@@ -432,9 +401,3 @@ class SimpleRNN(OneProduct):
     def columns_back(self, coefficients, cotangent):
         """The cotangent of the activation's input."""
         return cotangent[0] * coefficients[0], (0,)
-
-    def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps."""
-        del inputs
-        d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
-        return emitted, (total,), d_recurrent, None

@@ -50,12 +50,11 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask):
     The states before every segment, of `loop.segment` steps, are kept; the backward pass recomputes
     the rest. Arguments as for `run`.
     """
-    ahead = run_unrolled if loop.unrolled else run
     whole, short = _cut(loop, (x, mask))
 
     def segment(before, inputs):
         x_now, mask_now = inputs
-        hs, after, _ = ahead(loop, x_now, weights, before, mask_now, save=False)
+        hs, after, _ = run(loop, x_now, weights, before, mask_now, save=False)
         return after, (before, hs)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -74,13 +73,13 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
-    ways: Any = (run_unrolled, run_unrolled_back) if loop.unrolled else (run, run_back)
-    ahead, back = ways
 
     def segment(d_after, inputs):
         before, (x_now, mask_now, d_hs_now) = inputs
-        _, _, saved = ahead(loop, x_now, weights, before, mask_now, save=True)
-        d_x, d_weights, d_before = back(loop, x_now, weights, saved, mask_now, d_hs_now, d_after)
+        _, _, saved = run(loop, x_now, weights, before, mask_now, save=True)
+        d_x, d_weights, d_before = run_back(
+            loop, x_now, weights, saved, mask_now, d_hs_now, d_after
+        )
         return d_before, (d_x.astype(x.dtype), d_weights)
 
     def accumulate(carry, inputs):
@@ -168,9 +167,10 @@ def _forwards(save: bool, loop: Loop, shared, state, weights):
 def _backwards(loop: Loop, shared, own, weights):
     x, mask = shared
     saved, d_hs, d_last = own
-    back = run_unrolled_back if loop.unrolled else run_back
     if loop.segment is not None:
         back = run_segments_back
+    else:
+        back = run_unrolled_back if loop.unrolled else run_back
     d_x, d_weights, d_first = back(loop, x, weights, saved, mask, d_hs, d_last)
     d_first = tuple(d.astype(last.dtype) for d, last in zip(d_first, d_last))
     return d_x.astype(x.dtype), d_first, d_weights

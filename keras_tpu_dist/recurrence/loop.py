@@ -47,8 +47,8 @@ class Loop:
             or step by step inside. Two directions need it before.
         segment: Number of steps that are projected, run and differentiated together, or None for
             all. Only the states between segments are kept; the backward pass recomputes the rest.
-        unrolled: Whether there is no loop, and every step has separate arrays. In this case
-            `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
+        unrolled: Whether there is no loop, and every step has separate arrays, which no segment
+            has. In this case `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
         pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
             because the CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -70,11 +70,10 @@ class Loop:
     def early(self) -> bool:
         """Whether the backward pass computes its coefficients before its loop, for all steps.
 
-        Otherwise it computes them step by step inside, which takes less memory. Before the loop
-        they need no memory if they are the states themselves, and little memory within a segment.
+        Otherwise it computes them step by step inside, which takes less memory. Within a segment
+        they need little.
         """
-        cheap = self.cell.states_suffice or self.segment is not None
-        return self.kernel is None and cheap
+        return self.kernel is None and self.segment is not None
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -230,15 +229,14 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
     """
     cell, product = loop.cell, loop.product
     weights = ready(loop, weights)
-    hoist = loop.hoist or loop.directions == 2
     mask = mask_for(loop, mask)
-    read = loop.pin(project(loop, x, weights) if hoist else loop.product.weight(x))
+    read = loop.pin(project(loop, x, weights) if loop.hoist else loop.product.weight(x))
     dtype, wide = x.dtype, jnp.promote_types(weights.recurrent.dtype, jnp.float32)
     state = tuple(s.astype(wide) for s in state)
 
     def step(weights, before, inputs):
         projected_now, mask_now = inputs
-        if not hoist:
+        if not loop.hoist:
             projected_now = project(loop, projected_now, weights)
         after, at = cell.advance(
             product, weights.recurrent, weights.recurrent_bias, projected_now, before
@@ -248,7 +246,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
             after = tuple(jnp.where(alive, a, b) for a, b in zip(after, before))
         return after, _outputs(loop, before, after, at, dtype, save)
 
-    held = weights._replace(kernel=None, bias=None) if hoist else weights
+    held = weights._replace(kernel=None, bias=None) if loop.hoist else weights
     last, out = over_steps(loop, "forwards", step, held, state, (read, mask), reverse=loop.reverse)
     out = loop.pin(out)
     hs = out.get("h")
@@ -285,13 +283,10 @@ def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> 
 def _shift(loop: Loop, after: Array, first: Array) -> Array:
     """The states before every step, from those after every step and the first one.
 
-    On TPU this is a selection between a shifted view and the first state, which kernels compute
-    while they read; joining the two would be a copy. On CPU a copy is faster.
+    It is a selection between a shifted view and the first state, which kernels compute while they
+    read; on TPU, joining the two would be a copy.
     """
     first = first[None].astype(after.dtype)
-    if not loop.pin_layout:
-        parts = [after[1:], first] if loop.reverse else [first, after[:-1]]
-        return jnp.concatenate(parts, axis=0)
     by = (-1, 1, 0) if loop.reverse else (1, -1, 0)
     shifted = lax.pad(after, jnp.zeros((), after.dtype), (by, *[(0, 0, 0)] * (after.ndim - 1)))
     steps = lax.broadcasted_iota(jnp.int32, (after.shape[0], *[1] * (after.ndim - 1)), 0)

@@ -12,16 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_tpu_dist.recurrence.cells import State, join
-from keras_tpu_dist.recurrence.loop import (
-    Loop,
-    Weights,
-    alive_in,
-    project,
-    project_back,
-    ready,
-    step_back,
-)
-from keras_tpu_dist.recurrence.plan import MATRIX_ROWS
+from keras_tpu_dist.recurrence.loop import Loop, Weights, alive_in, step_back
 
 
 def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
@@ -30,9 +21,8 @@ def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: b
     The saved value is a list over time: the states before a step, and the activations' inputs, the
     states after the step if those suffice, or None.
     """
-    cell, own = loop.cell, ready(loop, weights)
-    advance = _advance_together(loop, weights) if _together(loop, weights) else _advance(loop, own)
-    wide = jnp.promote_types(own.recurrent.dtype, jnp.float32)
+    cell, advance = loop.cell, _advance(loop, weights)
+    wide = jnp.promote_types(loop.product.weight(weights.recurrent).dtype, jnp.float32)
     state = tuple(s.astype(wide) for s in state)
     hs: list[Any] = [None] * len(x)
     steps: list[Any] = [None] * len(x)
@@ -53,25 +43,7 @@ def _order(reverse: bool, x) -> range:
     return range(len(x))[::-1] if reverse else range(len(x))
 
 
-def _together(loop: Loop, weights: Weights) -> bool:
-    """Whether input and state are multiplied in one product.
-
-    This saves kernels as long as both fit the matrix unit's rows; for larger ones it only copies
-    the input.
-    """
-    both = weights.kernel.shape[-2] + weights.recurrent.shape[-2]
-    return both <= MATRIX_ROWS
-
-
-def _advance(loop: Loop, own: Weights):
-    def advance(x_now, state):
-        projected = project(loop, x_now, own)
-        return loop.cell.advance(loop.product, own.recurrent, own.recurrent_bias, projected, state)
-
-    return advance
-
-
-def _advance_together(loop: Loop, weights: Weights):
+def _advance(loop: Loop, weights: Weights):
     weight, bias = loop.cell.joined(weights)
     weight = loop.product.weight(weight)
 
@@ -91,10 +63,8 @@ def _rows(loop: Loop, x_now, state: State, *more):
 
 def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State):
     """All steps backwards; arguments and results as for `run_back`."""
-    own = ready(loop, weights)
-    rules = _back_together if _together(loop, weights) else _back
-    retreat, of_step, finish = rules(loop, own, weights)
-    advance = _advance(loop, own)
+    retreat, of_step, finish = _back(loop, weights)
+    advance = _advance(loop, weights)
     d_state = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
     emit = loop.product.dtype or x.dtype
     d_xs: list[Any] = [None] * len(x)
@@ -106,53 +76,32 @@ def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last
         d_h, alive = (None if a is None else a[t] for a in (d_hs, mask))
         back = functools.partial(retreat, loop.cell.coefficients(at, before))
         d_state, emitted = step_back(back, emit, d_state, d_h, alive)
-        d_xs[t], now = of_step(x[t], before, at, emitted)
-        total = now if total is None else jax.tree.map(jnp.add, total, now)
+        d_xs[t], now = of_step(x[t], before, emitted)
+        total = now if total is None else total + now
     return jnp.stack(d_xs), finish(total), d_state
 
 
-def _back_together(loop: Loop, own: Weights, weights: Weights):
+def _back(loop: Loop, weights: Weights):
     """Functions for a step backwards: the step, its summand, and the weights' gradients from the
     sum."""
     cell, product = loop.cell, loop.product
     wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
     (weight, bias), transpose = jax.vjp(cell.joined, wide)
     of_state = product.weight(weight[-weights.recurrent.shape[-2] :])
-    summed = product.sum_by_product and bias is not None
+    kernel = product.weight(weights.kernel)
 
     def retreat(coefficients, cotangent):
         columns, (dh, *others) = cell.columns_back(coefficients, cotangent)
         return (dh + product.back(columns, of_state), *others), (columns,)
 
-    def of_step(x_now, before, at, emitted):
-        del at
+    def of_step(x_now, before, emitted):
         (columns,) = emitted
         # Eight rows of ones, as in `Product.outer_and_sum`.
-        ones = [jnp.ones((len(x_now), 8), columns.dtype)] if summed else []
+        ones = [] if bias is None else [jnp.ones((len(x_now), 8), columns.dtype)]
         now = product.outer(_rows(loop, x_now, before, *ones)[None], columns[None])
-        total = None if bias is None or summed else jnp.sum(columns, axis=0, dtype=now.dtype)
-        return product.back(columns[..., : own.kernel.shape[-1]], own.kernel), (now, total)
+        return product.back(columns[..., : kernel.shape[-1]], kernel), now
 
     def finish(total):
-        now, of_bias = total
-        return transpose((now[: len(weight)], now[len(weight)] if summed else of_bias))[0]
+        return transpose((total[: len(weight)], None if bias is None else total[len(weight)]))[0]
 
     return retreat, of_step, finish
-
-
-def _back(loop: Loop, own: Weights, weights: Weights):
-    """The same for one step, by the cell's rules for all of time."""
-
-    def retreat(coefficients, cotangent):
-        return loop.cell.retreat(loop.product, own.recurrent, coefficients, cotangent)
-
-    def of_step(x_now, before, at, emitted):
-        emitted, at, before = jax.tree.map(lambda a: a[None], (emitted, at, before))
-        parts, totals, d_recurrent, d_inner = loop.cell.gradients(loop.product, emitted, at, before)
-        x_now = loop.product.weight(x_now)[None]
-        d_x, d_kernel, d_bias = project_back(loop, x_now, own, parts, totals)
-        if weights.recurrent_bias is None:
-            d_inner = None
-        return d_x[0], Weights(d_kernel, d_bias, d_recurrent, d_inner)
-
-    return retreat, of_step, lambda total: total

@@ -162,7 +162,7 @@ class Runner:
 
             member.linted = True
             placement = member.placement or strategy.placement(model)
-            log_report(lint_model(model, placement, self.layouts.setting, cheap=True))
+            log_report(lint_model(model, placement, self.layouts, cheap=True))
         if member.guard is None or kind == "train":
             states = states_to_keep(self.options.donate_state, _keras.state_variables(model))
             member.guard = member.guard or StateGuard(states)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist import attention
 from keras_tpu_dist.attention import sequence
-from keras_tpu_dist.attention.kernel import LANES, tiling
-from keras_tpu_dist.attention.sequence import Pieces, blocks_computed
+from keras_tpu_dist.attention.kernel import LANES, blocks_computed, tiling
+from keras_tpu_dist.attention.sequence import Pieces
 
 PIECES = st.builds(
     lambda devices, size, balanced: Pieces(devices, 2 * devices * size, balanced),
@@ -48,7 +48,7 @@ def test_pieces_are_brought_and_returned(devices):
 
 @given(PIECES, st.integers(1, 1200))
 def test_the_mask_is_that_of_the_queries_of_each_device(pieces, source):
-    mask = sequence._Causal(pieces, source)
+    mask = sequence.causal_mask(pieces, source)
     whole = mask[:, :]
     padded = tiling(pieces.rows).padded
     for device in range(pieces.devices):
@@ -62,18 +62,22 @@ def test_the_mask_is_that_of_the_queries_of_each_device(pieces, source):
 
 @given(PIECES, st.integers(1, 1200))
 def test_blocks_are_counted_as_the_kernel_skips_them(pieces, source):
-    mask = sequence._Causal(pieces, source)
+    mask = sequence.causal_mask(pieces, source)
     rows, columns = tiling(pieces.rows), tiling(source)
     down, across = rows.padded // rows.block, columns.padded // columns.block
     blocks = mask[:, :].reshape(pieces.devices, down, rows.block, across, columns.block)
     busy = blocks.any(axis=(2, 4)).sum(axis=(1, 2))
-    assert blocks_computed(pieces, source) == (busy.max(), down * across)
+    counted = blocks_computed(mask, pieces.rows, source, pieces.devices)
+    assert counted == (busy.max(), down * across)
 
 
 def test_an_early_and_a_late_piece_are_as_much_work_for_each():
     balanced, plain = (Pieces(8, 131_072, balanced=b) for b in (True, False))
     assert Pieces.of(8, 131_072) == balanced
-    (most, every), (unbalanced, _) = (blocks_computed(p, 131_072) for p in (balanced, plain))
+    (most, every), (unbalanced, _) = (
+        blocks_computed(sequence.causal_mask(p, 131_072), p.rows, 131_072, 8)
+        for p in (balanced, plain)
+    )
     assert most / every < 0.51
     assert unbalanced / every > 0.93
     assert not Pieces.of(8, 16 * (LANES - 1)).balanced
@@ -82,10 +86,10 @@ def test_an_early_and_a_late_piece_are_as_much_work_for_each():
 
 def test_equal_masks_are_one():
     """The kernel caches by mask, and a head's mask is compared with the next one's."""
-    a, b = (sequence._Causal(Pieces(2, 512, True), 512) for _ in range(2))
+    a, b = (sequence.causal_mask(Pieces(2, 512, True), 512) for _ in range(2))
     assert a == b
     assert hash(a) == hash(b)
-    assert a != sequence._Causal(Pieces(2, 512, False), 512)
+    assert a != sequence.causal_mask(Pieces(2, 512, False), 512)
 
 
 def test_queries_that_do_not_divide_are_whole():

@@ -56,7 +56,7 @@ def test_options_go_along():
     assert _axes(there) == {"rows": 8, "model": 2}
     assert there.data_axes == ("rows",)
     assert there.placer.batch_axis == here.placer.batch_axis
-    assert there.layouts.setting.shard_optimizer is True
+    assert there.layouts.shard_optimizer is True
     assert (there.options.donate_state, there.runner.prefetch) == (True, 5)
     taken = inspect.signature(ktd.TPUStrategy).parameters.values()
     defaults = {each.name: each.default for each in taken}

@@ -615,11 +615,15 @@ def test_flash_attention_costs_what_its_mask_leaves():
 @pytest.mark.parametrize(("time", "source"), [(1, 1), (640, 640), (1100, 1100), (2500, 300)])
 def test_blocks_computed_are_those_the_kernels_mask_leaves(time, source, is_causal):
     rows, columns = kernel.tiling(time), kernel.tiling(source)
-    mask = kernel._StaticMask(rows.padded, columns.padded, source, is_causal)[:, :]
-    blocks = mask.reshape(
-        rows.padded // rows.block, rows.block, columns.padded // columns.block, columns.block
-    ).any((1, 3))
-    assert kernel.blocks_computed(time, source, is_causal) == (blocks.sum(), blocks.size)
+    mask = kernel.static_mask(time, source, is_causal)
+    blocks = (
+        mask[:, :]
+        .reshape(
+            rows.padded // rows.block, rows.block, columns.padded // columns.block, columns.block
+        )
+        .any((1, 3))
+    )
+    assert kernel.blocks_computed(mask, time, source) == (blocks.sum(), blocks.size)
 
 
 # --- the TPU compiler ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from keras_tpu_dist.tools.hlo.loops import executions
 from keras_tpu_dist.tools.hlo.parse import parse
 
 KERNEL = rec.Kernel(interpret=True)
-ON_TPU = {"kernel": KERNEL, "product": rec.Product(sum_by_product=True)}
+ON_TPU = {"kernel": KERNEL}
 VARIANTS = [
     {"keep": True},
     {"keep": True, "hoist": False, "unroll": 32},  # one block

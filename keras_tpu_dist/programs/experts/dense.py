@@ -7,7 +7,7 @@ its chosen experts.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_tpu_dist.programs.dimensions import ELEMENTWISE, dimensions
+from keras_tpu_dist.programs.dimensions import ELEMENTWISE, SHAPES, dimensions
 from keras_tpu_dist.programs.experts.routed import Group, Where, routed
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, graph_of
 
@@ -228,42 +228,9 @@ def _indices(value: Atom) -> tuple[Atom, dict[int, int]] | None:
     return indices, {to: known[d] for to, d in _places_before(operation, 0).items() if d in known}
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A value that rows read: that of their token, that of their expert, or a common one."""
-
-    kind: str
-    number: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An operation on values of rows."""
-
-    operation: Equation
-    operands: tuple[Any, ...]
-    params: dict[str, Any]
-    result: int
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A product of rows and the kernels of their experts.
-
-    Attributes:
-        row_dims: The dimensions of rows that are summed over.
-        kernel: The number of the kernels among the values of experts.
-        kernel_dims: The dimensions of kernels that are summed over, without that of experts.
-        shape: The shape of one row of the result.
-    """
-
-    operation: Equation
-    rows: Any
-    row_dims: tuple[int, ...]
-    kernel: int
-    kernel_dims: tuple[int, ...]
-    shape: tuple[int, ...]
+# How to compute a value for the rows of a device: from the group, and a function that computes what
+# it reads, to the array, and whether its first dimension is that of rows.
+_Node = Callable[[Group, Callable], tuple[Any, bool]]
 
 
 @dataclass
@@ -290,11 +257,11 @@ class _Rows:
     experts: list[tuple[Atom, Labels]] = field(default_factory=list)
     whole: list[tuple[Atom, Labels]] = field(default_factory=list)
     products: list[Equation] = field(default_factory=list)
-    end: Any = None
+    end: _Node | None = None
     features: tuple[int, ...] = ()
-    _known: dict[Any, Any] = field(default_factory=dict)
+    _known: dict[Any, _Node] = field(default_factory=dict)
 
-    def pull(self, value: Atom, labels: Labels) -> Any:
+    def pull(self, value: Atom, labels: Labels) -> _Node:
         """The computation of a value for rows.
 
         Raises:
@@ -326,7 +293,7 @@ class _Rows:
         self.end = self._dot(operation, before, after)
         return after
 
-    def _pulled(self, value: Atom, labels: Labels) -> Any:
+    def _pulled(self, value: Atom, labels: Labels) -> _Node:
         self._check(value, labels)
         of_expert, of_token = _EXPERTS in labels, any(i not in (None, _EXPERTS) for i in labels)
         if not (of_expert and of_token):
@@ -338,8 +305,7 @@ class _Rows:
         if operation.name == "custom_jvp_call":
             if not _is_relu(operation):
                 raise _NotByRow
-            inner = (self.pull(operation.operands[0], labels),)
-            return _Step(operation, inner, {}, 0)
+            return _relu(self.pull(operation.operands[0], labels))
         result = next(i for i, atom in enumerate(operation.results) if atom is value)
         before = self._before(operation, labels, result)
         if operation.name == "dot_general":
@@ -349,7 +315,7 @@ class _Rows:
         operands = tuple(map(self.pull, operation.operands, before))
         if operation.name == "sharding_constraint":
             return operands[0]
-        return _Step(operation, operands, self._params(operation, labels), result)
+        return _step(operation, operands, self._params(operation, labels), result)
 
     def _check(self, value: Atom, labels: Labels) -> None:
         for size, label in zip(value.shape, labels, strict=True):
@@ -360,10 +326,20 @@ class _Rows:
         if len(set(named)) != len(named):
             raise _NotByRow
 
-    def _leaf(self, kind: str, value: Atom, labels: Labels) -> _Leaf:
+    def _leaf(self, kind: str, value: Atom, labels: Labels) -> _Node:
+        """A value that rows read: that of their token, that of their expert, or a common one."""
         leaves: list[tuple[Atom, Labels]] = getattr(self, kind)
+        number, shape = len(leaves), _of_one_row(value.shape, labels)
         leaves.append((value, labels))
-        return _Leaf(kind, len(leaves) - 1, _of_one_row(value.shape, labels))
+
+        def leaf(group: Group, of: Callable) -> tuple[Any, bool]:
+            given = getattr(group, kind)[number]
+            if kind == "whole":
+                return given, False
+            given = group.of_experts(given) if kind == "experts" else given
+            return given.reshape(len(group.expert), *shape), True
+
+        return leaf
 
     def _before(self, operation: Equation, labels: Labels, result: int) -> list[Labels]:
         """The meaning of the dimensions of an operation's operands, from those of a result."""
@@ -382,17 +358,18 @@ class _Rows:
             before[step.operand][step.dimension] = labels[step.to]
         return list(map(tuple, before))
 
-    def _dot(self, operation: Equation, before: list[Labels], after: Labels) -> Any:
+    def _dot(self, operation: Equation, before: list[Labels], after: Labels) -> _Node:
         """A product of rows; with the kernels of experts if only one operand has tokens."""
         of_token = [any(i not in (None, _EXPERTS) for i in labels) for labels in before]
         side = of_token.index(True)
         if not all(of_token) and _EXPERTS in before[1 - side]:
             return self._product(operation, side, before[side], before[1 - side], after)
-        return _Step(operation, tuple(map(self.pull, operation.operands, before)), {}, 0)
+        return _step(operation, tuple(map(self.pull, operation.operands, before)), {}, 0)
 
     def _product(
         self, operation: Equation, side: int, labels: Labels, kernel: Labels, after: Labels
-    ) -> _Product:
+    ) -> _Node:
+        """A product of rows and the kernels of their experts."""
         value, weights = operation.operands[side], operation.operands[1 - side]
         dims, _ = operation.equation.params["dimension_numbers"]
         pairs = [
@@ -406,26 +383,31 @@ class _Rows:
             raise _NotByRow  # it has features that are not summed over
         self._check(weights, kernel)
         self.products.append(operation)
-        expert = kernel.index(_EXPERTS)
-        return _Product(
-            operation,
-            rows=self.pull(value, labels),
-            row_dims=tuple(1 + a for a, _ in pairs),
-            kernel=self._leaf("experts", weights, kernel).number,
-            kernel_dims=tuple(b + (b < expert) for _, b in pairs),
-            shape=_of_one_row(operation.results[0].shape, after),
-        )
+        rows, number, expert = self.pull(value, labels), len(self.experts), kernel.index(_EXPERTS)
+        self.experts.append((weights, kernel))
+        # In rows, whose first dimension is theirs, and in kernels, whose first one is of experts.
+        row_dims = tuple(1 + a for a, _ in pairs)
+        kernel_dims = tuple(b + (b < expert) for _, b in pairs)
+        shape = _of_one_row(operation.results[0].shape, after)
+        options = ("precision", "preferred_element_type")
+
+        def product(group: Group, of: Callable) -> tuple[Any, bool]:
+            kernels = _followed_by(kernel_dims, group.experts[number])
+            flat = _followed_by(row_dims, of(rows)[0])
+            features = math.prod(kernels.shape[1 : 1 + len(kernel_dims)])
+            results = group.product(
+                flat.reshape(len(flat), features),
+                kernels.reshape(len(kernels), features, -1),
+                **{name: operation.equation.params[name] for name in options},
+            )
+            return results.reshape(len(results), *shape), True
+
+        return product
 
     def _params(self, operation: Equation, labels: Labels) -> dict[str, Any]:
         """The parameters of an operation that contain sizes, for one row."""
-        params = operation.equation.params
-        if operation.name == "broadcast_in_dim":
-            return {"shape": _of_one_row(params["shape"], labels)}
-        if operation.name == "reshape":
-            return {"new_sizes": _of_one_row(params["new_sizes"], labels)}
-        if operation.name == "slice":
-            return {"limit_indices": _of_one_row(params["limit_indices"], labels)}
-        return {}
+        name = SHAPES.get(operation.name)
+        return {name: _of_one_row(operation.equation.params[name], labels)} if name else {}
 
     def compute(self, group: Group) -> Any:
         """The rows of a device.
@@ -433,54 +415,44 @@ class _Rows:
         Returns:
             `(rows, ...)`, without the dimensions of tokens and experts.
         """
-        known: dict[int, tuple[Any, bool]] = {}
+        known: dict[_Node, tuple[Any, bool]] = {}
 
-        def of(node: Any) -> tuple[Any, bool]:
-            if id(node) not in known:
-                known[id(node)] = self._computed(node, group, of)
-            return known[id(node)]
+        def of(node: _Node) -> tuple[Any, bool]:
+            if node not in known:
+                known[node] = node(group, of)
+            return known[node]
 
+        assert self.end is not None
         array, _ = of(self.end)
         return array.reshape(len(group.expert), *self.features)
 
-    def _computed(self, node: Any, group: Group, of: Any) -> tuple[Any, bool]:
-        """An array, and whether its first dimension is that of rows."""
-        rows = len(group.expert)
-        if isinstance(node, _Leaf):
-            given = getattr(group, node.kind)[node.number]
-            if node.kind == "whole":
-                return given, False
-            given = group.of_experts(given) if node.kind == "experts" else given
-            return given.reshape(rows, *node.shape), True
-        if isinstance(node, _Product):
-            return self._multiplied(node, group, of(node.rows)[0]), True
-        arrays, by_row = zip(*map(of, node.operands), strict=True)
-        if node.operation.name == "custom_jvp_call":
-            return jax.nn.relu(arrays[0]), by_row[0]
 
-        def one_row(*operands):
-            return node.operation.run(operands, node.params)[node.result]
+def _step(operation: Equation, operands: tuple, params: dict[str, Any], result: int) -> _Node:
+    """An operation on values of rows."""
 
+    def one_row(*arrays: Any) -> Any:
+        return operation.run(arrays, params)[result]
+
+    def step(group: Group, of: Callable) -> tuple[Any, bool]:
+        arrays, by_row = zip(*map(of, operands), strict=True)
         if not any(by_row):
             return one_row(*arrays), False
         return jax.vmap(one_row, [0 if split else None for split in by_row])(*arrays), True
 
-    @staticmethod
-    def _multiplied(node: _Product, group: Group, rows: Any) -> Any:
-        # The first dimension of this kernel is that of experts.
-        kernel = group.experts[node.kernel]
-        free = [d for d in range(1, kernel.ndim) if d not in node.kernel_dims]
-        kernel = jnp.transpose(kernel, (0, *node.kernel_dims, *free))
-        features = math.prod(kernel.shape[1 : 1 + len(node.kernel_dims)])
-        flat = jnp.transpose(rows, (0, *node.row_dims, *_others(rows.ndim, (0, *node.row_dims))))
-        params = node.operation.equation.params
-        results = group.product(
-            flat.reshape(len(flat), features),
-            kernel.reshape(len(kernel), features, -1),
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-        )
-        return results.reshape(len(results), *node.shape)
+    return step
+
+
+def _relu(inner: _Node) -> _Node:
+    def relu(group: Group, of: Callable) -> tuple[Any, bool]:
+        array, by_row = of(inner)
+        return jax.nn.relu(array), by_row
+
+    return relu
+
+
+def _followed_by(dims: Sequence[int], array: Any) -> Any:
+    """An array whose first dimension is followed by some of the others."""
+    return jnp.transpose(array, (0, *dims, *_others(array.ndim, (0, *dims))))
 
 
 def _others(ndim: int, dims: Sequence[int]) -> list[int]:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
@@ -71,13 +70,12 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     ):
         return stock(*args, **kwargs)
 
-    def exchanged(jaxpr: Any, inputs: list) -> list:
+    def exchanged(jaxpr: Any, inputs: list) -> list | None:
         exchange = _Exchange(graph_of(jaxpr), strategy.mesh, tuple(strategy.data_axes), axes)
         options = strategy.runner.compiler_options or {}
         overlapped = str(options.get(ASYNCHRONOUS, False)).lower() in ("true", "1")
-        if exchange.is_by_expert and exchange.is_shorter(overlapped):
-            return exchange.evaluate(inputs)
-        return core.jaxpr_as_fun(jaxpr)(*inputs)
+        pays = exchange.is_by_expert and exchange.is_shorter(overlapped)
+        return exchange.evaluate(inputs) if pays else None
 
     return _keras.computed_otherwise(stock, layer, args, kwargs, exchanged)
 

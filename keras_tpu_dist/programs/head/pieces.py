@@ -109,14 +109,12 @@ class InPieces:
             operation = one.operation(head.product)
             instead[operation] = Instead(operation.operands, one.compute)
             passes.append((number, 1, operation))
-            results = iter(operation.results)
-            for sink in sinks:
-                reads = [next(results) for _ in range(2 if sink.kind == "exponentials" else 1)]
-                if sink.after is not None:
-                    reads.append(sink.after)
+            for sink, found in zip(sinks, one.found, strict=True):
+                reads = found if sink.after is None else [*found, sink.after]
                 old = sink.operation
                 new = Equation(old.program, old.equation, reads, old.results, scope=old.scope)
-                instead[new] = Instead(reads, _AFTER.get(sink.kind, _as_found)(sink))
+                after_pass = _AFTER.get(sink.kind)
+                instead[new] = Instead(reads, list if after_pass is None else after_pass(sink))
                 after[old] = new
         others = []
         for operation in graph.operations:
@@ -126,10 +124,6 @@ class InPieces:
         # A pass comes after all that it may read. Within a level, operations stay in order.
         ordered = sorted([*others, *passes], key=lambda entry: entry[:2])
         return Graph(graph.inputs, [o for _, _, o in ordered], graph.outputs), instead
-
-
-def _as_found(sink: Sink) -> Callable:
-    return list
 
 
 def _exponentials(sink: Sink) -> Callable:
@@ -165,7 +159,11 @@ _AFTER = {"exponentials": _exponentials, "taken": _taken}
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over the pieces."""
+    """One pass over the pieces.
+
+    Attributes:
+        found: For each reduction, its results in the step.
+    """
 
     head: Head
     split: HeadSplit
@@ -174,6 +172,7 @@ class _Pass:
     scope: str
     inputs: list[Atom] = field(default_factory=list)
     streamed: list[Equation] = field(default_factory=list)
+    found: list[list[Atom]] = field(default_factory=list)
 
     def __post_init__(self):
         needed = {id(sink.reduced) for sink in self.sinks}
@@ -203,10 +202,9 @@ class _Pass:
         """The pass as an operation, with new results."""
         made = Equation(like.program, like.equation, list(self.inputs), scope=like.scope)
         for sink in self.sinks:
-            aval = sink.operation.results[0].aval
-            made.results += [
-                Atom(aval, made) for _ in range(2 if sink.kind == "exponentials" else 1)
-            ]
+            count = 2 if sink.kind == "exponentials" else 1
+            self.found.append([Atom(sink.operation.results[0].aval, made) for _ in range(count)])
+            made.results += self.found[-1]
         return made
 
     def compute(self, arrays: list) -> list:
@@ -227,11 +225,8 @@ class _Pass:
                 out_specs=run.out_specs(),
                 check_vma=False,
             )(numbers, *padded)
-        return [self._cut(sink, array, short) for sink, array in self._with_sinks(results)]
-
-    def _with_sinks(self, results: Sequence[Any]) -> list[tuple[Sink, Any]]:
-        sinks = [s for s in self.sinks for _ in range(2 if s.kind == "exponentials" else 1)]
-        return list(zip(sinks, results, strict=True))
+        own = zip(self.sinks, results, strict=True)
+        return [self._cut(sink, array, short) for sink, arrays in own for array in arrays]
 
     def _padded(self, atom: Atom, array: Any, short: int) -> Any:
         """What is read with rows of zeros at the end, so that all devices have as many."""
@@ -275,24 +270,22 @@ class _Run:
         self._split, self._pieces = of.split, of.pieces
         self._width = of.pieces.width * self._split.ways(self._split.gathered)
 
-    def out_specs(self) -> tuple[PartitionSpec, ...]:
-        """How results are split."""
-        found = []
-        for sink in self._of.sinks:
-            rank, features = len(sink.operation.results[0].shape), self._of.gradient_features(sink)
-            spec = self._split.spec(rank, sink.place, features)
-            found += [spec] * (2 if sink.kind == "exponentials" else 1)
-        return tuple(found)
+    def out_specs(self) -> list[PartitionSpec]:
+        """How the results of each reduction are split."""
+        ranks = [len(sink.operation.results[0].shape) for sink in self._of.sinks]
+        return [
+            self._split.spec(rank, sink.place, self._of.gradient_features(sink))
+            for rank, sink in zip(ranks, self._of.sinks, strict=True)
+        ]
 
-    def __call__(self, numbers: Any, *arrays: Any) -> tuple:
+    def __call__(self, numbers: Any, *arrays: Any) -> list[tuple]:
         start = [self._start(sink) for sink in self._of.sinks]
 
         def body(piece: Any, sums: list) -> list:
             return self._added(piece, numbers, arrays, sums)
 
         sums = lax.fori_loop(0, self._pieces.count, body, start)
-        done = [self._ended(sink, own) for sink, own in zip(self._of.sinks, sums, strict=True)]
-        return tuple(array for own in done for array in own)
+        return [self._ended(sink, own) for sink, own in zip(self._of.sinks, sums, strict=True)]
 
     def _local_shape(self, atom: Atom, place: RowsAndWords, words: int) -> tuple[int, ...]:
         """The shape of a device's part of a value."""

@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.programs.calls import Called, calls, rank
-from keras_tpu_dist.programs.dimensions import ELEMENTWISE, Dimensions, dimensions, regrouped
+from keras_tpu_dist.programs.dimensions import Dimensions, dimensions, regrouped
 from keras_tpu_dist.programs.jaxprs import opened
 
 # For every dimension of an array, the mesh axes that split it.
@@ -31,10 +31,8 @@ class Classes:
         self.mesh = mesh
         self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         self.manual: frozenset[str] = frozenset()
-        # The class of every dimension, by value, and for every class the one it was merged into.
-        # Two values of one shape may share one *list*: an assignment through either is seen by
-        # both, which links all their dimensions at once, as most equations need. Never copy one.
-        self._classes: dict[Any, list[int | None]] = {}
+        # The class of every dimension, and for every class the one it was merged into.
+        self._nodes: dict[tuple[Any, int], int] = {}
         self._parents: list[int] = []
         self._axes: dict[int, set[str]] = {}
         self._asked: dict[int, set[str]] = {}
@@ -136,19 +134,16 @@ class Classes:
         before, after = one.aval.shape[i], other.aval.shape[j]
         if repeats and before != after and 1 in (before, after):
             return
-        ours, theirs = self._of(one), self._of(other)
-        mine, yours = ours[i], theirs[j]
-        if yours is None:
-            theirs[j] = self._class(ours, i)
-        elif mine is None:
-            ours[i] = yours
-        elif mine != yours:
-            self._merge(self._root(mine), self._root(yours))
+        self.merge(one, i, other, j)
 
     def merge(self, one: Any, i: int, other: Any, j: int) -> None:
         """Puts two dimensions into one class, whatever their sizes."""
-        ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
-        self._merge(self._root(ours), self._root(theirs))
+        mine, yours = self._root(self._node(one, i)), self._root(self._node(other, j))
+        if mine != yours:
+            self._parents[mine] = yours
+            for known in (self._axes, self._asked):
+                if axes := known.pop(mine, None):
+                    known.setdefault(yours, set()).update(axes)
 
     def link_positions(self, one: Any, other: Any) -> None:
         """Links the dimensions of two values of the same rank, one by one.
@@ -156,63 +151,16 @@ class Classes:
         Args:
             other: Another value; if it has another rank, or one is a literal, nothing is linked.
         """
-        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
-            return
-        shape, classes = one.aval.shape, self._classes
-        ours, theirs = classes.get(one), classes.get(other)
-        if shape != other.aval.shape or (ours is not None and theirs is not None):
-            if (ours is None or ours is not theirs) and len(shape) == len(other.aval.shape):
-                for i in range(len(shape)):
-                    self.link(one, i, other, i)
-        elif ours is not None:
-            classes[other] = ours
-        else:
-            classes[one] = classes[other] = theirs or [None] * len(shape)
+        if rank(one) == rank(other):
+            for i in range(rank(one)):
+                self.link(one, i, other, i)
 
-    def link_elementwise(self, equation: Any) -> bool:
-        """Links operands and the result if they have one shape: a fast path for most equations.
-
-        Returns:
-            Whether they were linked; `False` if it must be done in another way.
-        """
-        result, classes = equation.outvars[0], self._classes
-        shape = getattr(result.aval, "shape", None)
-        own = None
-        for atom in equation.invars:
-            if type(atom) is core.Literal:
-                continue
-            # Tokens have no shape.
-            if shape is None or getattr(atom.aval, "shape", None) != shape:
-                return False
-            theirs = classes.get(atom)
-            if own is None:
-                own = self._of(atom)
-                classes.setdefault(result, own)
-            elif theirs is None:
-                classes[atom] = own
-            elif theirs is not own:
-                self.link_positions(atom, result)
-        return classes.get(result) is own
-
-    def _of(self, atom: Any) -> list[int | None]:
-        classes = self._classes.get(atom)
-        if classes is None:
-            classes = self._classes[atom] = [None] * rank(atom)
-        return classes
-
-    def _class(self, classes: list[int | None], dimension: int) -> int:
-        known = classes[dimension]
-        if known is None:
-            known = classes[dimension] = len(self._parents)
-            self._parents.append(known)
-        return known
-
-    def _merge(self, one: int, other: int) -> None:
-        if one != other:
-            self._parents[one] = other
-            for known in (self._axes, self._asked):
-                if axes := known.pop(one, None):
-                    known.setdefault(other, set()).update(axes)
+    def _node(self, atom: Any, dimension: int) -> int:
+        place = atom, dimension
+        if place not in self._nodes:
+            self._nodes[place] = len(self._parents)
+            self._parents.append(len(self._parents))
+        return self._nodes[place]
 
     def _root(self, node: int) -> int:
         parents = self._parents
@@ -225,14 +173,13 @@ class Classes:
         for dimension, names in enumerate(axes):
             names = {name for name in names if name in self.sizes}
             if names and not isinstance(atom, core.Literal):
-                node = self._root(self._class(self._of(atom), dimension))
+                node = self._root(self._node(atom, dimension))
                 into.setdefault(node, set()).update(names)
 
     def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
         if isinstance(atom, core.Literal):
             return frozenset()
-        classes = self._classes.get(atom)
-        node = None if classes is None else classes[dimension]
+        node = self._nodes.get((atom, dimension))
         return frozenset(() if node is None else known.get(self._root(node), ())) - self.manual
 
 
@@ -285,16 +232,13 @@ class Spread(Classes):
 
     def _link_simple(self, equation: Any) -> bool:
         """Links the inputs and outputs of an equation without inner programs, if it is known."""
-        name = equation.primitive.name
-        plain = name in ELEMENTWISE or (not equation.params and len(equation.outvars) == 1)
-        if not plain or not self.link_elementwise(equation):
-            known = dimensions(equation)
-            if known is None:
-                return False
-            if name == "reshape":
-                self._link_reshaped(equation)
-            else:
-                self._link_known(equation, known)
+        known, name = dimensions(equation), equation.primitive.name
+        if known is None:
+            return False
+        if name == "reshape":
+            self._link_reshaped(equation)
+        else:
+            self._link_known(equation, known)
         if name == "sharding_constraint":
             self.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
         return True

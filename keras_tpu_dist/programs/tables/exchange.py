@@ -406,12 +406,17 @@ class Updates:
         """
         lookups, split = self._lookups, self._split
         gradients = [lookup.columns(g) for lookup, g in zip(lookups, gradients, strict=True)]
-        given = [
-            lookup.back(g, route.own, route.place)
-            for lookup, g, route in zip(lookups, gradients, routes, strict=True)
-        ]
-        own = jnp.concatenate([rows for rows, _ in given])
-        found = unique(own, split.rows_each, self._bound)
+
+        def found_at(places: list, bound: int) -> tuple[Unique, list]:
+            """The rows of this device, and their gradients, by the places of a round."""
+            given = [
+                lookup.back(g, *where)
+                for lookup, g, where in zip(lookups, gradients, places, strict=True)
+            ]
+            own = jnp.concatenate([rows for rows, _ in given])
+            return unique(own, split.rows_each, bound), [g for _, g in given]
+
+        found, sums = found_at([(route.own, route.place) for route in routes], self._bound)
         halvings = functools.reduce(jnp.maximum, [route.halvings for route in routes])
         fits = halvings == 0
         if self._may_overflow:
@@ -422,7 +427,7 @@ class Updates:
         table = None
         if not split.gathered and all(route.rows is not None for route in routes):
             table = rows_at(jnp.concatenate([route.rows for route in routes]), found.first)
-        state = self._changed(state, found, [g for _, g in given], numbers, table)
+        state = self._changed(state, found, sums, numbers, table)
         if not (self._may_overflow or any(lookup.may_need_rounds for lookup in lookups)):
             return state
 
@@ -431,13 +436,7 @@ class Updates:
                 lookup.asked_in_round(lookup.ids(these), halvings, number)
                 for lookup, these in zip(lookups, ids, strict=True)
             ]
-            given = [
-                lookup.back(g, *where)
-                for lookup, g, where in zip(lookups, gradients, asked, strict=True)
-            ]
-            own = jnp.concatenate([rows for rows, _ in given])
-            found = unique(own, split.rows_each, self._asked)
-            return self._changed(state, found, [g for _, g in given], numbers, None)
+            return self._changed(state, *found_at(asked, self._asked), numbers, None)
 
         return rarely(jnp.where(fits, 0, 1 << halvings), body, state)
 

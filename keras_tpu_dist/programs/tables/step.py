@@ -1,7 +1,6 @@
 """Train, test and predict steps whose tables are looked up and updated by rows."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, traced_step
 from keras_tpu_dist.programs.partitioner import in_compiled_code
 from keras_tpu_dist.programs.partitioner.places import padded_at_the_end
@@ -165,8 +165,7 @@ def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> TableSplit | N
 def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
     if option != "auto":
         return True
-    size = math.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
-    return bool(split.exchanged or split.traded) and size >= LEAST_BYTES
+    return bool(split.exchanged or split.traded) and bytes_of(variable) >= LEAST_BYTES
 
 
 class _Step:
@@ -248,6 +247,12 @@ class _Used:
         self._split = table.split
         # The ids and the route of each lookup.
         self._routes: dict[RowLookup, tuple[Any, Route]] = {}
+        # How ids, rows and their gradients, and routes are split: each device has a route of its
+        # own, but all have the same rounds.
+        self._batch = PartitionSpec(self._split.batch or None)
+        self._updates = PartitionSpec(self._split.batch or None, self._split.left or None)
+        everywhere = PartitionSpec(self._split.mesh.axis_names)
+        self._of_routes = Route(everywhere, everywhere, PartitionSpec(), everywhere)
 
     def replaced(self) -> dict[Equation, Instead]:
         """The replacements of operations."""
@@ -277,11 +282,8 @@ class _Used:
     def _rows(self, lookup: RowLookup, table: Any, indices: Any) -> Any:
         ids, valid = _ids(indices, lookup.mode, self._split.shape[0])
         ids, exchange = self._placed(ids)
-        everywhere, batch = PartitionSpec(self._split.mesh.axis_names), self._batch
         rows, route = self._mapped(
-            lambda table, ids: _listed(*exchange.look_up(table, ids)),
-            (self._split.layout, batch),
-            (PartitionSpec(self._split.batch or None, self._split.left or None), everywhere),
+            exchange.look_up, (self._split.layout, self._batch), (self._updates, self._of_routes)
         )(table, ids)
         self._routes[lookup] = ids, route
         shape = indices.shape[:-1]
@@ -290,10 +292,6 @@ class _Used:
             return rows
         fill = jnp.nan if lookup.fill is None else lookup.fill
         return jnp.where(valid[..., None], rows, jnp.asarray(fill, rows.dtype))
-
-    @property
-    def _batch(self) -> PartitionSpec:
-        return PartitionSpec(self._split.batch or None)
 
     def _placed(self, ids: Any) -> tuple[Any, Lookups]:
         """Ids padded to equal counts on all devices, and their `Lookups`."""
@@ -305,11 +303,8 @@ class _Used:
         if lookup not in self._routes:
             ids, _ = _ids(indices, lookup.mode, self._split.shape[0])
             ids, exchange = self._placed(ids)
-            everywhere = PartitionSpec(self._split.mesh.axis_names)
             route = self._mapped(
-                lambda ids: _leveled(exchange.route(exchange.ids(ids))),
-                (self._batch,),
-                everywhere,
+                lambda ids: exchange.route(exchange.ids(ids)), (self._batch,), self._of_routes
             )(ids)
             self._routes[lookup] = ids, route
         return self._routes[lookup]
@@ -325,12 +320,8 @@ class _Used:
             indices, updates = arrays
             ids, route = self._route(lookup, indices)
             _, exchange = self._placed(ids)
-            everywhere = PartitionSpec(self._split.mesh.axis_names)
-            rows = PartitionSpec(self._split.batch or None, self._split.left or None)
             gradient = self._mapped(
-                lambda ids, route, rows: exchange.dense(ids, _unleveled(route), rows),
-                (self._batch, everywhere, rows),
-                self._split.layout,
+                exchange.dense, (self._batch, self._of_routes, self._updates), self._split.layout
             )(ids, route, self._gradients(ids, updates))
             return [gradient]
 
@@ -350,15 +341,15 @@ class _Used:
         updates = Updates(
             [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
         )
-        everywhere = PartitionSpec(split.mesh.axis_names)
-        rows = PartitionSpec(split.batch or None, split.left or None)
-
-        def update(state, ids, routes, gradients, numbers):
-            return updates(state, ids, list(map(_unleveled, routes)), gradients, numbers)
-
         state = self._mapped(
-            update,
-            (split.layout, self._batch, everywhere, rows, PartitionSpec()),
+            updates,
+            (
+                split.layout,
+                self._batch,
+                [self._of_routes] * len(routes),
+                self._updates,
+                PartitionSpec(),
+            ),
             split.layout,
         )(
             [value(self._graph.inputs[i]) for i in reading.state],
@@ -396,19 +387,6 @@ def _read_of(atom: Atom) -> list[Atom]:
 
 def _nothing(arrays: list) -> list:
     return [None]
-
-
-def _listed(rows: Any, route: Route) -> tuple[Any, Route]:
-    return rows, _leveled(route)
-
-
-def _leveled(route: Route) -> Route:
-    """A route of arrays with a dimension to split."""
-    return route._replace(halvings=route.halvings[None])
-
-
-def _unleveled(route: Route) -> Route:
-    return route._replace(halvings=route.halvings[0])
 
 
 def _ids(indices: Any, mode: Any, rows: int) -> tuple[Any, Any]:
