@@ -170,7 +170,9 @@ class ReplicaProgram:
         with self._buffers.launching(self._known.consumed) as values:
             outputs = self._outputs(run, self._inputs(call, self._known), values)
             del values
-            self._buffers.made(self._shared, outputs["mirrored"])
+            _keras.follow_state((self._shared,), (outputs["mirrored"],))
+            if self._known.consumed:
+                self._buffers.made(self._shared, outputs["mirrored"])
         if self._own:
             follow_copies(self._own, outputs["combined"], outputs["own"])
         if self._shared:

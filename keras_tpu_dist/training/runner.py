@@ -132,7 +132,6 @@ class Runner:
             if name == "fit":
                 member.fit.end()
             if name in TRAINING:
-                turns.buffers.rest()
                 if isinstance(model.train_function, Recompiled):
                     model.train_function = None
                 if running_call() is not None:
@@ -214,7 +213,7 @@ class Runner:
             locks.enter_context(assigning)
             for _, owner in sorted(owners.items()):
                 locks.enter_context(owner.lock)
-                owner.note_outside_reader()
+                owner.note_outside_reader(chain(*groups))
             state = tuple(_keras.values_of(group) for group in groups)
         if len(groups) == len(_keras.state_groups(model)) and member.guard is not None:
             member.guard.read(state)
