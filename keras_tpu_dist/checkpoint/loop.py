@@ -384,10 +384,7 @@ class _Parts:
             kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, OPTIMIZER, METRICS)
         }
         saved = manifest.entries(WEIGHTS)
-        names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
-        sources = {
-            names[i]: (saved[j].path, saved[j].nth) for i, j in matching[WEIGHTS].pairs.items()
-        }
+        sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in matching[WEIGHTS].pairs.items()]
         slots = {
             start + i: start_there + j
             for start, start_there, own, there in self._side_by_side(SLOTS, manifest)

@@ -181,21 +181,22 @@ def match(
 def follow(
     here: Sequence[Entry],
     saved: Sequence[Entry],
-    weights: Mapping[tuple[str, int], tuple[str, int]],
+    weights: Iterable[tuple[Entry, Entry]],
 ) -> dict[int, int]:
     """Finds the saved slot of every slot, by its weight.
 
     Args:
-        weights: A dict from a weight of the model to the saved one, both by path and `nth`.
+        weights: Pairs of a weight of the model and the saved one.
 
     Returns:
         A dict from the index of a slot to the index of the saved one; slots without one are left
         out.
     """
+    sources = {(own.path, own.nth): (source.path, source.nth) for own, source in weights}
     by_name = {(entry.slot, entry.path, entry.nth): j for j, entry in enumerate(saved)}
     pairs = {}
     for i, entry in enumerate(here):
-        j = by_name.get((entry.slot, *weights.get((entry.path, entry.nth), ("", 0))))
+        j = by_name.get((entry.slot, *sources.get((entry.path, entry.nth), ("", 0))))
         if j is not None and saved[j].shape == entry.shape:
             pairs[i] = j
     return pairs

@@ -294,8 +294,7 @@ def _others(
 ) -> list[tuple[Saved, Any]]:
     """Pairs for slots and the optimizer's other variables that fit, and for metrics if all do."""
     saved = manifest.entries(WEIGHTS)
-    names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
-    sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
+    sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in weights.pairs.items()]
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
     slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
     names = {"automatic": automatic, "automatic_there": manifest.automatic}
