@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message, runtime_error, type_error, value_error
+from keras_tpu_dist.common.errors import runtime_error, type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
@@ -177,16 +177,14 @@ class ReplicaCode:
         if not self._programs:
             check_attached(strategy, "run")
         if not callable(fn):
-            raise TypeError(
-                _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
-            )
+            raise _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
         if not isinstance(args, (tuple, list)):
-            raise TypeError(_wrong("args", args, "a tuple or list", "Write for example args=(x,)."))
+            raise _wrong("args", args, "a tuple or list", "Write for example args=(x,).")
         if not (kwargs is None or isinstance(kwargs, Mapping)):
-            raise TypeError(_wrong("kwargs", kwargs, "a dict", "Write for example kwargs={}."))
+            raise _wrong("kwargs", kwargs, "a dict", "Write for example kwargs={}.")
         if not (options is None or isinstance(options, RunOptions)):
             fix = of_value(options) or "Write for example keras_tpu_dist.RunOptions(...)."
-            raise TypeError(_wrong("options", options, "a RunOptions", fix))
+            raise _wrong("options", options, "a RunOptions", fix)
 
 
 def local_results(strategy: Strategy, value: Any) -> tuple:
@@ -225,8 +223,8 @@ def _check_outside(name: str, inside: str) -> None:
         )
 
 
-def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
-    return message(
+def _wrong(name: str, value: Any, kind: str, fix: str) -> TypeError:
+    return type_error(
         f"{name} of strategy.run is {kind}.",
         received={name: type(value).__name__},
         fix=fix,
@@ -258,10 +256,7 @@ def _reduce_leaf(op: str, value, axis, strategy):
 @in_own_mesh
 @functools.partial(jax.jit, static_argnames=("op", "axes", "at", "stacked", "number", "sharding"))
 def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
-    if not stacked:
-        shape = array.shape
-        array = array.reshape(*shape[:at], number, shape[at] // number, *shape[at + 1 :])
-        array = jnp.moveaxis(array, at, 0)
+    array = array if stacked else _by_replica(array, at, number)
     found = reduced(op, array, (0, *(a + 1 for a in axes)))
     return jax.lax.with_sharding_constraint(found, sharding)
 
@@ -332,14 +327,18 @@ def _gather_leaf(value, axis, strategy):
 @in_own_mesh
 @functools.partial(jax.jit, static_argnames=("at", "split", "stacked", "number", "sharding"))
 def _gather_whole(array, *, at, split, stacked, number, sharding):
-    if not stacked:
-        shape = array.shape
-        array = array.reshape(*shape[:split], number, shape[split] // number, *shape[split + 1 :])
-        array = jnp.moveaxis(array, split, 0)
+    array = array if stacked else _by_replica(array, split, number)
     array = jnp.moveaxis(array, 0, at)
     shape = array.shape
     joined = array.reshape(*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
     return jax.lax.with_sharding_constraint(joined, sharding)
+
+
+def _by_replica(array: jax.Array, axis: int, number: int) -> jax.Array:
+    """An array with the replicas' parts of a dimension along a new first one."""
+    shape = array.shape
+    parts = array.reshape(*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis, 0)
 
 
 def _every_value(value: PerReplica) -> list:

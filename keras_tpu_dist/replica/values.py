@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -208,8 +208,7 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
     return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread, strict=True))
 
 
-@dataclass(frozen=True)
-class DescribedValue:
+class DescribedValue(NamedTuple):
     """The description of one replica's value that all processes get."""
 
     kind: str
@@ -333,7 +332,7 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
     """The different structures of the replicas' values, and every replica's descriptions."""
     several = not strategy.placer.is_local
     mine = [
-        [i, str(treedef), [_plain(DescribedValue.of(leaf, several)) for leaf in leaves]]
+        [i, str(treedef), [DescribedValue.of(leaf, several) for leaf in leaves]]
         for i, (leaves, treedef) in flat.items()
     ]
     fix = f"Call it in all processes: every process calls {name} for its own replicas."
@@ -354,10 +353,6 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
     return {structure for structure, _ in found.values()}, [
         found[replica][1] for replica in sorted(found)
     ]
-
-
-def _plain(value: DescribedValue) -> list:
-    return [value.kind, list(value.shape), value.dtype, value.checksum]
 
 
 def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
