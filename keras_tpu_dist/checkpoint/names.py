@@ -60,6 +60,15 @@ class Matching:
         """Whether every array has its counterpart."""
         return not (self.missing or self.unexpected or self.reshaped)
 
+    @property
+    def misfits(self) -> list[str]:
+        """What lacks a counterpart, with the nearest path of the other side, for an error."""
+        return [
+            *(f"missing {path!r}{did_you_mean(path, self.unexpected)}" for path in self.missing),
+            *(f"unexpected {path!r}{did_you_mean(path, self.missing)}" for path in self.unexpected),
+            *(f"of another shape or dtype: {words}" for words in self.reshaped),
+        ]
+
     def moved(self, start: int, start_there: int) -> "Matching":
         """The same for arrays that are a part of more."""
         pairs = {start + i: start_there + j for i, j in self.pairs.items()}
@@ -282,14 +291,6 @@ def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]
         return [(canonical(part), int(part[len(canonical(part)) + 1 :] or -1)) for part in parts]
 
     return sorted(items, key=key)
-
-
-def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Missing and unexpected paths for an error, with the nearest path of the other side."""
-    return [
-        *(f"missing {path!r}{did_you_mean(path, unexpected)}" for path in missing),
-        *(f"unexpected {path!r}{did_you_mean(path, missing)}" for path in unexpected),
-    ]
 
 
 def same_kind(one: Any, other: Any) -> bool:
