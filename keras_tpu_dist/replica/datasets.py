@@ -361,14 +361,6 @@ def distribute_dataset(
             or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
             "transferred ahead, write TPUStrategy(prefetch=...).",
         )
-    one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    of_tensorflow = hasattr(dataset, "as_numpy_iterator")
-    if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
-        raise value_error(
-            "A dataset is an iterable of batches, or arrays with batch_size.",
-            received={"dataset": dataset},
-            fix="Pass for example a list of batches, or a tf.data.Dataset.",
-        )
     own = strategy.runner.own_input
     batches, length = batches_of(dataset, batch_size, strategy.placer, own)
     return DistributedDataset(
@@ -546,7 +538,10 @@ def batches_of(
             and may have none.
     """
     arrays = _is_arrays(dataset)
-    if arrays != (batch_size is not None):
+    one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    of_tensorflow = hasattr(dataset, "as_numpy_iterator")
+    is_read = any([isinstance(dataset, Iterable), one_by_one, of_tensorflow])
+    if arrays != (batch_size is not None) or not is_read:
         raise value_error(
             "A dataset to distribute is an iterable of global batches, or arrays with a "
             "batch_size.",
@@ -563,7 +558,7 @@ def batches_of(
         length = len(dataset)
     except TypeError:
         length = None
-    if hasattr(dataset, "as_numpy_iterator"):
+    if of_tensorflow:
         return lambda: iter(dataset.as_numpy_iterator()), length
     return lambda: Copies(iter(dataset)), length
 
