@@ -18,7 +18,6 @@ from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica import hooks as hooks  # registers its replacements in Keras
-from keras_tpu_dist.replica import values
 from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import prepare
@@ -191,8 +190,17 @@ def local_results(strategy: Strategy, value: Any) -> tuple:
     """See `TPUStrategy.local_results`."""
     if isinstance(value, keras.Variable) and is_own(value):
         (copies,) = copies_of([value], strategy)
-        value = values.PerReplica(copies, strategy, stacked=True)
-    return values.local_results(value, strategy)
+        value = PerReplica(copies, strategy, stacked=True)
+    leaves, treedef = jax.tree.flatten(value)
+    own = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    if not own:
+        return (value,)
+    for leaf in own:
+        check_owner(leaf, strategy)
+    number = len(own[0].replica_ids)
+    # A leaf that is no PerReplica is the same for every replica.
+    columns = [leaf.values if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves]
+    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True))
 
 
 def reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:

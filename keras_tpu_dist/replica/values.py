@@ -182,32 +182,6 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
         )
 
 
-def local_results(value: Any, strategy: Strategy) -> tuple:
-    """A tuple with one structure per replica; see `TPUStrategy.local_results`.
-
-    Args:
-        value: A `PerReplica`, or a structure with some; other leaves are the same for every
-            replica.
-
-    Returns:
-        The tuple; `(value,)` if there is no `PerReplica`.
-    """
-    leaves, treedef = jax.tree.flatten(value)
-    if not any(isinstance(leaf, PerReplica) for leaf in leaves):
-        return (value,)
-    columns = []
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            check_owner(leaf, strategy)
-            columns.append(leaf.values)
-    number = len(columns[0])
-    remaining = iter(columns)
-    spread = [
-        next(remaining) if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves
-    ]
-    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread, strict=True))
-
-
 class DescribedValue(NamedTuple):
     """The description of one replica's value that all processes get."""
 
