@@ -49,8 +49,9 @@ class Owner:
         foreign = [i for i, value in enumerate(values) if value is not made[i]]
         if foreign:
             del made
-            # Without those of variables that are gone.
-            self._made = {key: known for key, known in self._made.items() if known() is not None}
+            # Those of variables that are gone. Of a list: another owner may take a variable now.
+            for key in [key for key, known in list(self._made.items()) if known() is None]:
+                self._made.pop(key, None)
             self.take([variables[i] for i in foreign])
             copy_apart(variables, values, foreign)
         return values
