@@ -114,7 +114,10 @@ def test_a_source_that_writes_into_the_batch_before(steps, prefetch):
     strategy = ktd.TPUStrategy(prefetch=prefetch)
 
     def batches():
-        buffer = np.empty((64, 1024), "float32")
+        # Aligned, so that JAX's arrays on a CPU share the memory.
+        memory = np.empty(2**18 + 64, "uint8")
+        start = -memory.ctypes.data % 64
+        buffer = memory[start : start + 2**18].view("float32").reshape(64, 1024)
         for i in range(4):
             buffer[:] = i
             yield buffer
