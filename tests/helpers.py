@@ -174,16 +174,11 @@ def python(*arguments, code=0, timeout=300, **options):
 def loaded(path, name):
     """A file as a module, for scripts that stand beside tests."""
     spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def of_docs(name):
     """A script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).parents[1] / "docs" / f"{name}.py"
-    )
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(pathlib.Path(__file__).parents[1] / "docs" / f"{name}.py", name)

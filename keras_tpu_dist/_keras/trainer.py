@@ -742,13 +742,13 @@ def full_values(variables: list, reader: Any = None) -> list:
 
     Args:
         variables: The variables. See `set_owner` and `full_precision`.
-        reader: The `buffers` of owners that are not called, because they read for themselves.
+        reader: An owner that is not called, because it reads for itself.
     """
     values = [None] * len(variables)
     if global_state.get_global_attribute("stateless_scope") is None:
         owners = [v.__dict__.get(OWNER) for v in variables]
         values = [
-            v._value if owner is None or (reader and owner.buffers is reader) else None
+            v._value if owner is None or owner is reader else None
             for v, owner in zip(variables, owners)
         ]
     asked = [i for i, value in enumerate(values) if value is None]

@@ -67,6 +67,7 @@ class TrainingPlace:
     """The current position of training.
 
     Attributes:
+        done: The batches of the epoch that were trained.
         resumed_at: How many of them were trained before the fit started.
         standing: The state after the last launch.
         end: The state after the last epoch, if a later run resumes from there.

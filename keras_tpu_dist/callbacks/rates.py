@@ -149,18 +149,24 @@ class Rates(InFit):
         self._counts, self._before = _Counts(**numbers), self._spent()
 
     def _launched(self, step: int, steps: int, batch: PlacedBatch, outputs: Any) -> None:
-        rows, tokens, key = _size(batch, steps)
+        leaves, structure = jax.tree.flatten(batch.data)
+        described = _described(batch, steps)
+        one_step = jax.tree.unflatten(structure, [leaf for _, leaf in described])
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(one_step)
+        rows = next((leaf.shape[axis] for axis, leaf in described if axis is not None), 0)
         counts = self._counts
-        self._devices = len(jax.tree.leaves(batch.data)[0].sharding.device_set)
+        self._devices = len(leaves[0].sharding.device_set)
         counts.steps += steps
-        counts.rows += rows
-        counts.tokens += tokens
+        counts.rows += steps * rows
+        counts.tokens += steps * count_tokens(x)
         if self._peak and rows:
+            key = tuple(
+                tuple(n for i, n in enumerate(leaf.shape) if i != axis) for axis, leaf in described
+            )
             if key not in self._flops:
-                described = _described(batch, steps)
-                flops = model_flops(self._trainer, described, "train").full
-                self._flops[key] = flops * steps / rows
-            counts.flops += self._flops[key] * rows
+                flops = model_flops(self._trainer, (x, y, weights), "train").full
+                self._flops[key] = flops / rows
+            counts.flops += self._flops[key] * steps * rows
 
     def _spent(self) -> _Counts:
         seconds = self._timeline.read()
@@ -204,34 +210,13 @@ def _is_amount(value: Any) -> bool:
     return number and math.isfinite(value) and value >= 0
 
 
-def _shapes(batch: PlacedBatch, steps: int) -> tuple[list[tuple[int | None, list[int]]], Any]:
-    """Of each array the batch axis and the true shape of one step; and their structure."""
-    leaves, structure = jax.tree.flatten(batch.data)
-    found: list[tuple[int | None, list[int]]] = []
-    for leaf, slot in zip(leaves, batch.slots, strict=True):
+def _described(batch: PlacedBatch, steps: int) -> list[tuple[int | None, jax.ShapeDtypeStruct]]:
+    """Of each array the batch axis, and the true shape of one step."""
+    found: list[tuple[int | None, jax.ShapeDtypeStruct]] = []
+    for leaf, slot in zip(jax.tree.leaves(batch.data), batch.slots, strict=True):
         shape = list(leaf.shape[1:] if steps > 1 else leaf.shape)
-        if slot.axis is not None and slot.filled is not None:
-            shape[slot.axis] = sum(slot.filled)
-        elif slot.axis is not None and slot.rows is not None:
-            shape[slot.axis] = slot.rows
-        found.append((slot.axis, shape))
-    return found, structure
-
-
-def _size(batch: PlacedBatch, steps: int) -> tuple[int, int, Any]:
-    """The rows and the tokens of a launch, and a key of its shapes without rows."""
-    shapes, _ = _shapes(batch, steps)
-    rows = next((shape[axis] for axis, shape in shapes if axis is not None), 0)
-    tokens = count_tokens(_described(batch, steps)[0])
-    key = tuple(tuple(n for i, n in enumerate(shape) if i != axis) for axis, shape in shapes)
-    return steps * rows, steps * tokens, key
-
-
-def _described(batch: PlacedBatch, steps: int) -> tuple[Any, Any, Any]:
-    """The batch of one step, `(x, y, sample_weight)`, without values."""
-    shapes, structure = _shapes(batch, steps)
-    leaves = [
-        jax.ShapeDtypeStruct(shape, leaf.dtype)
-        for (_, shape), leaf in zip(shapes, jax.tree.leaves(batch.data), strict=True)
-    ]
-    return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(structure, leaves))
+        rows = slot.rows if slot.filled is None else sum(slot.filled)
+        if slot.axis is not None and rows is not None:
+            shape[slot.axis] = rows
+        found.append((slot.axis, jax.ShapeDtypeStruct(shape, leaf.dtype)))
+    return found

@@ -22,11 +22,11 @@ from keras_tpu_dist.checkpoint.names import (
     SLOTS,
     WEIGHTS,
     Entry,
+    Matching,
     check_excluded,
     in_order_of_numbers,
     named_state,
     same_kind,
-    unmatched_text,
 )
 from keras_tpu_dist.checkpoint.reader import (
     CheckpointReader,
@@ -131,43 +131,38 @@ def _chosen(
     variables = {n: v for n, v in here.items() if isinstance(v, keras.Variable)}
     weights = {n: v for n, v in variables.items() if not n.startswith(_OPTIMIZER)}
     check_excluded(exclude, [variable.path for variable in weights.values()])
-    kept = {n for n, v in weights.items() if matches(v.path, exclude)}
+    wanted = {n: v for n, v in weights.items() if not matches(v.path, exclude)}
     fitting = [
         n
-        for n in weights
-        if n not in kept
-        and saved.get(n) == tuple(weights[n].shape)
-        and same_kind(dtypes[n], weights[n].dtype)
+        for n, v in wanted.items()
+        if saved.get(n) == tuple(v.shape) and same_kind(dtypes[n], v.dtype)
     ]
-    missing = [n for n in weights if n not in kept and n not in saved]
-    reshaped = [n for n in weights if n not in kept and n in saved and n not in fitting]
+    reshaped = [n for n in wanted if n in saved and n not in fitting]
     offered = [n for n in saved if not (n.startswith(_OPTIMIZER) or _is_in(n, layers))]
-    unexpected = [n for n in offered if n not in weights]
-    if strict and (missing or reshaped or unexpected):
-        shapes = [
-            f"{weights[n].path} {tuple(weights[n].shape)}, saved as {saved[n]}"
-            + ("" if saved[n] != tuple(weights[n].shape) else f" {dtypes[n]}")
+    matching = Matching(
+        missing=tuple(v.path for n, v in wanted.items() if n not in saved),
+        unexpected=tuple(n for n in offered if n not in weights),
+        reshaped=tuple(
+            f"{wanted[n].path} {tuple(wanted[n].shape)}, saved as {saved[n]}"
+            + ("" if saved[n] != tuple(wanted[n].shape) else f" {dtypes[n]}")
             for n in reshaped
-        ]
+        ),
+        kept=tuple(weights[n].path for n in sorted(weights.keys() - wanted.keys())),
+    )
+    if strict and not matching.complete:
         raise value_error(
             f"The file {name!r} must have exactly the weights of this model.",
-            received="; ".join(
-                [
-                    *unmatched_text([weights[n].path for n in missing], unexpected),
-                    *(f"of another shape or dtype: {words}" for words in shapes),
-                ]
-            )
-            + ".",
+            received=f"{'; '.join(matching.misfits)}.",
             fix="Pass exclude=[...], or strict=False to load only matching weights.",
         )
-    whole = not (missing or reshaped or kept)
+    whole = not (matching.missing or reshaped or matching.kept)
     optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
     report = Restored(
         directory=name,
         step=0,
         loaded=tuple(weights[n].path for n in fitting),
-        kept=tuple(weights[n].path for n in (*sorted(kept), *missing, *reshaped)),
-        unused=tuple(unexpected),
+        kept=(*matching.kept, *matching.missing, *(weights[n].path for n in reshaped)),
+        unused=matching.unexpected,
         renamed={},
         optimizer=bool(optimizer),
     )

@@ -32,7 +32,6 @@ from keras_tpu_dist.checkpoint.names import (
     match,
     numbered,
     slot_entry,
-    unmatched_text,
 )
 from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
@@ -384,10 +383,7 @@ class _Parts:
             kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, OPTIMIZER, METRICS)
         }
         saved = manifest.entries(WEIGHTS)
-        names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
-        sources = {
-            names[i]: (saved[j].path, saved[j].nth) for i, j in matching[WEIGHTS].pairs.items()
-        }
+        sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in matching[WEIGHTS].pairs.items()]
         slots = {
             start + i: start_there + j
             for start, start_there, own, there in self._side_by_side(SLOTS, manifest)
@@ -514,11 +510,7 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
 
 
 def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) -> str:
-    parts = [
-        text
-        for found in matching.values()
-        for text in (*unmatched_text(found.missing, found.unexpected), *found.reshaped)
-    ]
+    parts = [text for found in matching.values() for text in found.misfits]
     slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
     parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]
     return message(

@@ -60,6 +60,15 @@ class Matching:
         """Whether every array has its counterpart."""
         return not (self.missing or self.unexpected or self.reshaped)
 
+    @property
+    def misfits(self) -> list[str]:
+        """What lacks a counterpart, with the nearest path of the other side, for an error."""
+        return [
+            *(f"missing {path!r}{did_you_mean(path, self.unexpected)}" for path in self.missing),
+            *(f"unexpected {path!r}{did_you_mean(path, self.missing)}" for path in self.unexpected),
+            *(f"of another shape or dtype: {words}" for words in self.reshaped),
+        ]
+
     def moved(self, start: int, start_there: int) -> "Matching":
         """The same for arrays that are a part of more."""
         pairs = {start + i: start_there + j for i, j in self.pairs.items()}
@@ -181,21 +190,22 @@ def match(
 def follow(
     here: Sequence[Entry],
     saved: Sequence[Entry],
-    weights: Mapping[tuple[str, int], tuple[str, int]],
+    weights: Iterable[tuple[Entry, Entry]],
 ) -> dict[int, int]:
     """Finds the saved slot of every slot, by its weight.
 
     Args:
-        weights: A dict from a weight of the model to the saved one, both by path and `nth`.
+        weights: Pairs of a weight of the model and the saved one.
 
     Returns:
         A dict from the index of a slot to the index of the saved one; slots without one are left
         out.
     """
+    sources = {(own.path, own.nth): (source.path, source.nth) for own, source in weights}
     by_name = {(entry.slot, entry.path, entry.nth): j for j, entry in enumerate(saved)}
     pairs = {}
     for i, entry in enumerate(here):
-        j = by_name.get((entry.slot, *weights.get((entry.path, entry.nth), ("", 0))))
+        j = by_name.get((entry.slot, *sources.get((entry.path, entry.nth), ("", 0))))
         if j is not None and saved[j].shape == entry.shape:
             pairs[i] = j
     return pairs
@@ -281,14 +291,6 @@ def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]
         return [(canonical(part), int(part[len(canonical(part)) + 1 :] or -1)) for part in parts]
 
     return sorted(items, key=key)
-
-
-def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Missing and unexpected paths for an error, with the nearest path of the other side."""
-    return [
-        *(f"missing {path!r}{did_you_mean(path, unexpected)}" for path in missing),
-        *(f"unexpected {path!r}{did_you_mean(path, missing)}" for path in unexpected),
-    ]
 
 
 def same_kind(one: Any, other: Any) -> bool:

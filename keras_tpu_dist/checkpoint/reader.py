@@ -156,7 +156,7 @@ class CheckpointReader:
 
         steps = list(map(int, from_first(what, read, alone=self.alone)))
         if step is None or step in steps:
-            return steps if step is None else [step]
+            return steps if step is None else [int(step)]
         raise checkpoint_error(
             f"There is no checkpoint {step} in {self.directory!r}.",
             received={"step": step},

@@ -37,7 +37,6 @@ from keras_tpu_dist.checkpoint.names import (
     follow,
     match,
     renamed,
-    unmatched_text,
 )
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import (
@@ -294,8 +293,7 @@ def _others(
 ) -> list[tuple[Saved, Any]]:
     """Pairs for slots and the optimizer's other variables that fit, and for metrics if all do."""
     saved = manifest.entries(WEIGHTS)
-    names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
-    sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
+    sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in weights.pairs.items()]
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
     slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
     names = {"automatic": automatic, "automatic_there": manifest.automatic}
@@ -355,13 +353,9 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
 
 
 def _misfit(reader: CheckpointReader, step: int, weights: Matching) -> str:
-    parts = [
-        *unmatched_text(weights.missing, weights.unexpected),
-        *(f"of another shape or dtype: {words}" for words in weights.reshaped),
-    ]
     return message(
         f"Checkpoint {step} of {reader.directory!r} must have exactly the weights of this model.",
-        received=f"{'; '.join(parts)}.",
+        received=f"{'; '.join(weights.misfits)}.",
         fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
         "unchanged, or strict=False to load only matching weights.",
     )

@@ -132,10 +132,7 @@ class Store(CheckpointReader):
                 complete.
         """
         args = orbax().args
-        try:
-            self.wait()
-        except CheckpointError as error:
-            logger.error("training continued without a checkpoint. %s", error)
+        logged(self.wait, "training continued without a checkpoint")
         path, before = self._root / str(step), [0.0]
         if self._is_first:
             self._try(lambda: before.append(self._make_place(step)))
@@ -372,22 +369,21 @@ def new_run(fix: str) -> str:
     return agree("naming the run", fix, uuid.uuid4().hex[:12])[0]
 
 
-def logged(write: Callable[[], None]) -> bool:
-    """Calls a function that writes, and logs a failure as an ERROR."""
+def logged(
+    write: Callable[[], None], lost: str = "training goes on without this checkpoint"
+) -> bool:
+    """Calls a function that writes, and logs a failure as an ERROR, with what it means."""
     try:
         write()
     except CheckpointError as error:
-        logger.error("training goes on without this checkpoint. %s", error)
+        logger.error("%s. %s", lost, error)
         return False
     return True
 
 
 def finish(write: Callable[[], None]) -> None:
     """Like `logged`, for the last checkpoint."""
-    try:
-        write()
-    except CheckpointError as error:
-        logger.error("the last checkpoint is missing. %s", error)
+    logged(write, "the last checkpoint is missing")
 
 
 def _check_path(directory: str) -> None:

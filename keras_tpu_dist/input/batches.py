@@ -68,6 +68,12 @@ class PlacedBatch:
     is_longer: bool = field(default=False, metadata={"static": True})
 
     @property
+    def kind(self) -> Hashable:
+        """Its structure, slots, shapes and dtypes: the key of a step's program."""
+        leaves, structure = jax.tree.flatten(self)
+        return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+    @property
     def ragged(self) -> bool:
         """Whether an array was padded."""
         return any(slot.rows is not None for slot in self.slots)
@@ -434,7 +440,7 @@ class BatchPlacer:
                 shapes = tuple(
                     tuple(n for d, n in enumerate(leaf.shape) if d != axis) for leaf, axis in pairs
                 )
-                others = shapes, treedef, key[1] if not rows else tuple(x.dtype for x in leaves)
+                others = shapes, treedef, tuple(leaf.dtype for leaf in leaves)
                 plan = self._plans[key] = replace(plan, rows=rows, others=others)
         return leaves, treedef, plan
 

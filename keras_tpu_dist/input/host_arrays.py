@@ -1,6 +1,7 @@
 """The arrays of a host batch: checks, their number of rows, padding."""
 
 import numbers
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +25,22 @@ def copied(batch: Any) -> Any:
     leaves, treedef = flatten(batch)
     copies = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     return jax.tree.unflatten(treedef, copies)
+
+
+class Copies:
+    """An iterator over copies of batches, with the states of its source, such as Grain's."""
+
+    def __init__(self, batches: Iterator):
+        self._batches = batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return copied(next(self._batches))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_tpu_dist.input.clock import InputClock
-from keras_tpu_dist.input.host_arrays import copied
 from keras_tpu_dist.input.own_input import ShardBatch
 from keras_tpu_dist.input.position import InputPosition, Progress
 
@@ -73,8 +72,6 @@ class DeviceIterator:
     Attributes:
         clock: As given.
         progress: Counts the batches, and knows the position in the input.
-        copies: Whether batches are copied when they are read. Several are held before they are
-            transferred, and a source may write the next one into the same arrays.
         chosen_steps: As given.
         num_batches: As given.
         rows_before: The rows of the last batch that was transferred; 0 before the first.
@@ -97,7 +94,6 @@ class DeviceIterator:
         self.clock = clock or InputClock()
         self.progress = Progress(self._batches, data_adapter, epoch)
         self.chosen_steps = chosen_steps
-        self.copies = False
         self.rows_before = 0
         self.num_batches = num_batches
         self._not_made = not_made
@@ -316,4 +312,4 @@ class DeviceIterator:
         self.clock.was_read(start, time.perf_counter())
         if self.progress.follows:
             self.progress.was_read()
-        return copied(batch) if self.copies else batch
+        return batch

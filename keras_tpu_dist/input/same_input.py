@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import element_names, flatten
+from keras_tpu_dist.processes.agreement import first_difference
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 
@@ -23,18 +24,17 @@ def compared(batches: Iterable) -> Iterator:
         "for shuffling (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
     mine = [_NO_BATCH] if first is None else _checksums(first)
-    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine)):
-        if theirs != mine:
-            names = ["batch"] if first is None else element_names(first)
-            element = next(
-                (n for n, a, b in zip(names, mine, theirs, strict=False) if a != b), "batch"
-            )
-            raise value_error(
-                "All processes read the same batches.",
-                received=f"{element} of an epoch's first batch, which differs between process "
-                f"{jax.process_index()} and process {i}.",
-                fix=fix,
-            )
+    found = first_difference(mine, agree("the first batch of an epoch", fix, mine))
+    if found is not None:
+        process, place, *_ = found
+        names = [] if first is None else element_names(first)
+        element = names[place] if place < len(names) else "batch"
+        raise value_error(
+            "All processes read the same batches.",
+            received=f"{element} of an epoch's first batch, which differs between process "
+            f"{jax.process_index()} and process {process}.",
+            fix=fix,
+        )
     if first is not None:
         yield first
         yield from batches

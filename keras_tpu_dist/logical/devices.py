@@ -215,8 +215,7 @@ class LogicalDevices:
         other = "" if ours else ", or mesh=DeviceAssignment.build(...), which has prime axes"
         return message(
             "Every number in partition_dimensions must be the product of consecutive logical axes "
-            "of "
-            "the mesh.",
+            "of the mesh.",
             received={"partition_dimensions": list(partition), "logical axes": axes},
             fix=f"Write mesh={mesh} with names you like{other}.",
         )
@@ -227,8 +226,7 @@ class LogicalDevices:
             raise UnevenBatch(
                 message(
                     "Outside of compiled code, the batch must be divisible by the replicas and by "
-                    "its "
-                    "part of partition_dimensions.",
+                    "its part of partition_dimensions.",
                     received={"shape": shape, "batch axis": batch_axis, "parts": ways},
                     fix=f"Use a multiple of {ways} rows, call it within jax.jit, or pass "
                     "batch_axis=None for a tensor without a batch.",
@@ -247,8 +245,7 @@ class LogicalDevices:
         elif taken & set(self.axes):
             log_once(
                 "a tensor within an assigned layer is on one logical device, so it is neither "
-                "split "
-                "nor replicated there"
+                "split nor replicated there"
             )
             return tensor
         else:

@@ -65,8 +65,7 @@ def agreed_call(name: str, model: Any) -> Iterator[None]:
     what = f"{name} of model {model.name!r}"
     fix = f"Call model.{name} in all processes, with the same model."
     variables = _keras.state_variables(model) if _keras.is_built(model) else []
-    mine = assignments(variables)
-    _check_changes(model, variables, agree(what, fix, mine, reduce=differ))
+    _check_changes(what, fix, model, variables)
     with watch.during(what, watch.INSIDE):
         yield
 
@@ -110,8 +109,7 @@ def compare_changes(model: Any) -> None:
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
     what = f"comparing assigned values of model {model.name!r}"
-    mine = assignments(variables)
-    _check_changes(model, variables, agree(what, fix, mine, reduce=differ))
+    _check_changes(what, fix, model, variables)
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
@@ -122,8 +120,8 @@ def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
             compare_changes(model)
 
 
-def _check_changes(model: Any, variables: list, different: bool) -> None:
-    if different:
+def _check_changes(what: str, fix: str, model: Any, variables: list) -> None:
+    if agree(what, fix, assignments(variables), reduce=differ):
         # Only values decide: assigning the value that the others already have is not an error.
         compare_variables(f"model {model.name!r}", variables, after=True)
     forget(variables)
@@ -157,7 +155,14 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
         "times": times_of(variables),
     }
     answers = agree(what, fix, mine)
-    _check_same_variables(named, [answer["names"] for answer in answers])
+    different = first_difference(named, [answer["names"] for answer in answers])
+    if different is not None:
+        process, _, here, there = different
+        raise value_error(
+            "All processes must build the same model.",
+            received=f"{here} in process {jax.process_index()}, {there} in process {process}.",
+            fix="Build the model in the same way in all processes.",
+        )
     # Variables that not all processes assigned come first: the others differ because of them.
     all_did = [len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers))]
     parts = [answer["parts"] for answer in answers]
@@ -198,17 +203,14 @@ def _layout_suffix(variable: Any) -> str:
     return f" {spec}" if any(spec) else ""
 
 
-def _check_same_variables(mine: list[str], answers: list[list[str]]) -> None:
-    for i, theirs in enumerate(answers):
+def first_difference(mine: list[str], answers: list[list[str]]) -> tuple[int, int, str, str] | None:
+    """A process with another list than this one, the first place where, and both items there."""
+    for process, theirs in enumerate(answers):
         pairs = itertools.zip_longest(mine, theirs, fillvalue="nothing")
-        different = next(((a, b) for a, b in pairs if a != b), None)
-        if different is not None:
-            raise value_error(
-                "All processes must build the same model.",
-                received=f"{different[0]} in process {jax.process_index()}, {different[1]} in "
-                f"process {i}.",
-                fix="Build the model in the same way in all processes.",
-            )
+        for place, (here, there) in enumerate(pairs):
+            if here != there:
+                return process, place, here, there
+    return None
 
 
 def _parts(variables: list, whole: bool) -> list[dict[str, int]]:

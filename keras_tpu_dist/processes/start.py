@@ -1,9 +1,11 @@
 """Starts JAX as one of several processes, each with the devices of its host."""
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -102,7 +104,7 @@ def initialize(
             received=f"a call after JAX started on {len(jax.local_devices())} device(s).",
             fix="Call ktd.initialize() right after the imports.",
         )
-    with _Deadline(timeout_s, given):
+    with _deadline(timeout_s, given):
         try:
             jax.distributed.initialize(
                 *given,
@@ -181,29 +183,28 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
     )
 
 
-class _Deadline:
+@contextlib.contextmanager
+def _deadline(timeout_s: float, given: tuple) -> Iterator[None]:
     """Ends the process if others do not join: JAX would abort it without a reason."""
+    text = message(
+        "All processes must call ktd.initialize().",
+        received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
+        fix="Start all of them with the same coordinator and num_processes and with different "
+        "values of process_id, on hosts that can reach the coordinator's port; raise "
+        "timeout_s if they start slowly.",
+    )
 
-    def __init__(self, timeout_s: float, given: tuple):
-        self._text = message(
-            "All processes must call ktd.initialize().",
-            received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
-            fix="Start all of them with the same coordinator and num_processes and with different "
-            "values of process_id, on hosts that can reach the coordinator's port; raise "
-            "timeout_s if they start slowly.",
-        )
-        self._timer = threading.Timer(timeout_s, self._end)
-        self._timer.daemon = True
-
-    def _end(self) -> None:
-        logger.critical("%s", self._text)
+    def end() -> None:
+        logger.critical("%s", text)
         os._exit(EXIT_UNAVAILABLE)
 
-    def __enter__(self):
-        self._timer.start()
-
-    def __exit__(self, *exception):
-        self._timer.cancel()
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _bind_address(coordinator: str | None) -> str | None:

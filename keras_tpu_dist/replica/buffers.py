@@ -1,30 +1,19 @@
 """Which arrays a launch of replica code may consume: the outputs of earlier launches."""
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 
-from keras_tpu_dist import _keras
-from keras_tpu_dist.training.buffers import copy_apart
+from keras_tpu_dist.training.buffers import Owner
 
 
-class ReplicaBuffers:
-    """The arrays of variables that a strategy's replica code updates in place.
-
-    It does the same as `training.buffers.Buffers` for the steps of one model: XLA overwrites a
-    donated array even if something else refers to it. Functions that update different sets of
-    variables take turns here, so every variable knows by itself whether its array may be consumed.
-
-    Attributes:
-        lock: Held while a launch consumes arrays, until the variables have the new ones.
-    """
+class ReplicaBuffers(Owner):
+    """The owner of variables that a strategy's replica code updates in place."""
 
     def __init__(self):
-        self.lock = threading.RLock()
+        super().__init__()
         self._thread: threading.Thread | None = None
 
     @property
@@ -42,70 +31,12 @@ class ReplicaBuffers:
         """
         with self.lock:
             self._thread = threading.current_thread()
-            values = _keras.values_of(variables)
-            owners = [_keras.owner_of(variable) for variable in variables]
-            foreign = [
-                i
-                for i, (owner, value) in enumerate(zip(owners, values, strict=True))
-                if not (self._owns(owner) and owner.made() is value)
-            ]
-            for i in foreign:
-                _keras.set_owner([variables[i]], _Owner(self))
-            copy_apart(variables, values, foreign)
+            values = self.to_consume(variables)
             try:
                 yield values
             except Exception as error:
                 _note_what_is_lost(error, variables, values)
                 raise
-
-    def made(self, variables: list, values: list[jax.Array]) -> None:
-        """Assigns the outputs of a launch to variables."""
-        _keras.follow_state((variables,), (values,))
-        for variable, value in zip(variables, values, strict=True):
-            owner = _keras.owner_of(variable)
-            if self._owns(owner):
-                owner.made = weakref.ref(value)
-
-    def _owns(self, owner: Any) -> bool:
-        # A variable of another strategy has another lock.
-        return isinstance(owner, _Owner) and owner.buffers is self
-
-
-class _Owner:
-    """Knows whether the array of a variable comes from a launch and has not been read."""
-
-    def __init__(self, buffers: ReplicaBuffers):
-        self.buffers = buffers
-        self.made: Callable[[], jax.Array | None] = _nothing
-
-    @property
-    def lock(self) -> Any:
-        return self.buffers.lock
-
-    @property
-    def elsewhere(self) -> bool:
-        return self.buffers.elsewhere
-
-    def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads the variable; called after `_keras.set_owner`."""
-        with self.lock:
-            value = stock(variable)
-            if _keras.holds(variable, value):
-                self.made = _nothing
-        return value
-
-    def note_outside_reader(self) -> None:
-        """Notes that a call of a model reads the variable and keeps its array for long."""
-        with self.lock:
-            self.made = _nothing
-
-    def __reduce__(self):
-        # A variable that is copied or pickled has its own array.
-        return type(None), ()
-
-
-def _nothing() -> None:
-    return None
 
 
 def _note_what_is_lost(error: Exception, variables: list, values: list[jax.Array]) -> None:

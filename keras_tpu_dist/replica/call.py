@@ -1,7 +1,7 @@
 """One call of `strategy.run`: which of its arguments are split, shared or constant."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -86,7 +86,7 @@ class Call:
     leaves: list[Leaf]
     rows: tuple[int, ...] | None = None
     length: int | None = None
-    check_padding: bool = field(default=True)
+    check_padding: bool = True
 
     @property
     def key(self) -> tuple:
@@ -189,8 +189,7 @@ def prepare(
 
 
 def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
-    if value.strategy is not strategy:
-        check_owner(value, strategy)  # which raises
+    check_owner(value, strategy)
     if value.sizes:
         value = _without_other_padding(value, axis)
     if axis is not None:

@@ -25,7 +25,7 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, Slot
-from keras_tpu_dist.input.host_arrays import copied, padded
+from keras_tpu_dist.input.host_arrays import Copies, padded
 from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.input.own_input import OwnInput, ShardBatch
 from keras_tpu_dist.input.position import (
@@ -329,7 +329,6 @@ class DistributedIterator(TensorFlowNames):
         if self._ahead is None:
             # Not earlier: a checkpoint may be restored in the meantime.
             self._ahead = self._dataset._begun(self)
-        self._ahead.copies = steps > 1
         self._ahead.split_ahead(steps if alike else 1, in_single_steps)
         launch = self._ahead.take(steps, self._dataset._place, self._several(steps, alike))
         if launch is None:
@@ -361,14 +360,6 @@ def distribute_dataset(
             fix=of_value(options)
             or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
             "transferred ahead, write TPUStrategy(prefetch=...).",
-        )
-    one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    of_tensorflow = hasattr(dataset, "as_numpy_iterator")
-    if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
-        raise value_error(
-            "A dataset is an iterable of batches, or arrays with batch_size.",
-            received={"dataset": dataset},
-            fix="Pass for example a list of batches, or a tf.data.Dataset.",
         )
     own = strategy.runner.own_input
     batches, length = batches_of(dataset, batch_size, strategy.placer, own)
@@ -512,7 +503,7 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
     """Batches in lists of `number`; the last list may be shorter."""
     group: list = []
     for batch in batches:
-        group.append(copied(batch))
+        group.append(batch)
         if len(group) == number:
             yield group
             group = []
@@ -525,8 +516,7 @@ def in_step(
 ) -> Callable[[], Iterator]:
     """A function that starts an iteration whose steps run in all processes together."""
     if own is not None:
-        # Batches are read ahead, and a source may write the next batch into the same arrays.
-        return lambda: own.agreed(map(copied, batches()), None, may_be_empty=True)
+        return lambda: own.agreed(batches(), None, may_be_empty=True)
     return batches if placer.is_local else lambda: compared(batches())
 
 
@@ -548,7 +538,10 @@ def batches_of(
             and may have none.
     """
     arrays = _is_arrays(dataset)
-    if arrays != (batch_size is not None):
+    one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    of_tensorflow = hasattr(dataset, "as_numpy_iterator")
+    is_read = any([isinstance(dataset, Iterable), one_by_one, of_tensorflow])
+    if arrays != (batch_size is not None) or not is_read:
         raise value_error(
             "A dataset to distribute is an iterable of global batches, or arrays with a "
             "batch_size.",
@@ -557,15 +550,17 @@ def batches_of(
         )
     if batch_size is not None:
         return _cut(dataset, batch_size, placer, own)
+    # Copied: a source may write the next batch into the same arrays, while this one is on its way
+    # to the devices, or waits for others to be launched with.
     if isinstance(dataset, keras.utils.PyDataset):
-        return lambda: _py_dataset(dataset), dataset.num_batches
+        return lambda: Copies(_py_dataset(dataset)), dataset.num_batches
     try:
         length = len(dataset)
     except TypeError:
         length = None
-    if hasattr(dataset, "as_numpy_iterator"):
+    if of_tensorflow:
         return lambda: iter(dataset.as_numpy_iterator()), length
-    return lambda: iter(dataset), length
+    return lambda: Copies(iter(dataset)), length
 
 
 def reads_once(dataset: Any) -> bool:

@@ -17,8 +17,8 @@ from keras_tpu_dist.replica.values import PerReplica
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Launches a function: arguments, keyword arguments, number of steps, whether to return all results.
 _OUTPUTS = one_of("last", "all")
+# Launches a function: arguments, keyword arguments, number of steps, whether to return all results.
 Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 

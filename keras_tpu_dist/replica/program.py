@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.processes import watch
-from keras_tpu_dist.processes.agreement import compare_variables
+from keras_tpu_dist.processes.agreement import compare_variables, first_difference
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.programs.partitioner import Jitted
@@ -170,7 +170,9 @@ class ReplicaProgram:
         with self._buffers.launching(self._known.consumed) as values:
             outputs = self._outputs(run, self._inputs(call, self._known), values)
             del values
-            self._buffers.made(self._shared, outputs["mirrored"])
+            _keras.follow_state((self._shared,), (outputs["mirrored"],))
+            if self._known.consumed:
+                self._buffers.made(self._shared, outputs["mirrored"])
         if self._own:
             follow_copies(self._own, outputs["combined"], outputs["own"])
         if self._shared:
@@ -590,18 +592,16 @@ def _check_call(what: str, call: Call, strategy: Strategy) -> None:
     """
     if strategy.placer.is_local:
         return
-    answers = agree(what, _FIX, [_leaf_text(leaf) for leaf in call.leaves])
-    mine = answers[jax.process_index()]
-    for i, theirs in enumerate(answers):
-        if theirs != mine:
-            pairs = zip([*mine, "nothing"], [*theirs, "nothing"], strict=False)
-            number, (here, there) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
-            raise value_error(
-                "All processes must run a function with the same arguments.",
-                received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
-                f"{jax.process_index()} and {there} in process {i}.",
-                fix="Pass values that differ with strategy.distribute_values_from_function.",
-            )
+    texts = [_leaf_text(leaf) for leaf in call.leaves]
+    found = first_difference(texts, agree(what, _FIX, texts))
+    if found is not None:
+        process, number, here, there = found
+        raise value_error(
+            "All processes must run a function with the same arguments.",
+            received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
+            f"{jax.process_index()} and {there} in process {process}.",
+            fix="Pass values that differ with strategy.distribute_values_from_function.",
+        )
 
 
 def _check_variables(what: str, variables: list, strategy: Strategy) -> None:

@@ -13,12 +13,11 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
-from keras_tpu_dist.common.errors import message, runtime_error, type_error, value_error
+from keras_tpu_dist.common.errors import runtime_error, type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica import hooks as hooks  # registers its replacements in Keras
-from keras_tpu_dist.replica import values
 from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import prepare
@@ -177,24 +176,31 @@ class ReplicaCode:
         if not self._programs:
             check_attached(strategy, "run")
         if not callable(fn):
-            raise TypeError(
-                _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
-            )
+            raise _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
         if not isinstance(args, (tuple, list)):
-            raise TypeError(_wrong("args", args, "a tuple or list", "Write for example args=(x,)."))
+            raise _wrong("args", args, "a tuple or list", "Write for example args=(x,).")
         if not (kwargs is None or isinstance(kwargs, Mapping)):
-            raise TypeError(_wrong("kwargs", kwargs, "a dict", "Write for example kwargs={}."))
+            raise _wrong("kwargs", kwargs, "a dict", "Write for example kwargs={}.")
         if not (options is None or isinstance(options, RunOptions)):
             fix = of_value(options) or "Write for example keras_tpu_dist.RunOptions(...)."
-            raise TypeError(_wrong("options", options, "a RunOptions", fix))
+            raise _wrong("options", options, "a RunOptions", fix)
 
 
 def local_results(strategy: Strategy, value: Any) -> tuple:
     """See `TPUStrategy.local_results`."""
     if isinstance(value, keras.Variable) and is_own(value):
         (copies,) = copies_of([value], strategy)
-        value = values.PerReplica(copies, strategy, stacked=True)
-    return values.local_results(value, strategy)
+        value = PerReplica(copies, strategy, stacked=True)
+    leaves, treedef = jax.tree.flatten(value)
+    own = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    if not own:
+        return (value,)
+    for leaf in own:
+        check_owner(leaf, strategy)
+    number = len(own[0].replica_ids)
+    # A leaf that is no PerReplica is the same for every replica.
+    columns = [leaf.values if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves]
+    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True))
 
 
 def reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -225,8 +231,8 @@ def _check_outside(name: str, inside: str) -> None:
         )
 
 
-def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
-    return message(
+def _wrong(name: str, value: Any, kind: str, fix: str) -> TypeError:
+    return type_error(
         f"{name} of strategy.run is {kind}.",
         received={name: type(value).__name__},
         fix=fix,
@@ -258,10 +264,7 @@ def _reduce_leaf(op: str, value, axis, strategy):
 @in_own_mesh
 @functools.partial(jax.jit, static_argnames=("op", "axes", "at", "stacked", "number", "sharding"))
 def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
-    if not stacked:
-        shape = array.shape
-        array = array.reshape(*shape[:at], number, shape[at] // number, *shape[at + 1 :])
-        array = jnp.moveaxis(array, at, 0)
+    array = array if stacked else _by_replica(array, at, number)
     found = reduced(op, array, (0, *(a + 1 for a in axes)))
     return jax.lax.with_sharding_constraint(found, sharding)
 
@@ -332,14 +335,18 @@ def _gather_leaf(value, axis, strategy):
 @in_own_mesh
 @functools.partial(jax.jit, static_argnames=("at", "split", "stacked", "number", "sharding"))
 def _gather_whole(array, *, at, split, stacked, number, sharding):
-    if not stacked:
-        shape = array.shape
-        array = array.reshape(*shape[:split], number, shape[split] // number, *shape[split + 1 :])
-        array = jnp.moveaxis(array, split, 0)
+    array = array if stacked else _by_replica(array, split, number)
     array = jnp.moveaxis(array, 0, at)
     shape = array.shape
     joined = array.reshape(*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
     return jax.lax.with_sharding_constraint(joined, sharding)
+
+
+def _by_replica(array: jax.Array, axis: int, number: int) -> jax.Array:
+    """An array with the replicas' parts of a dimension along a new first one."""
+    shape = array.shape
+    parts = array.reshape(*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis, 0)
 
 
 def _every_value(value: PerReplica) -> list:

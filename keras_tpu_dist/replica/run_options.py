@@ -76,10 +76,10 @@ class RunOptions(TensorFlowNames):
                     received={"axis": self.axis},
                     fix="Count dimensions from the front, as in axis=1.",
                 )
-        buckets = self.buckets
-        if buckets is None or buckets == "power_of_two":
-            return
+        buckets: Any = self.buckets
         several = isinstance(buckets, Iterable) and not isinstance(buckets, str)
+        if not several and buckets in (None, "power_of_two"):
+            return
         listed = tuple(buckets) if several else ()
         counted = all(is_count(b, 1) for b in listed)
         if not listed or not counted or list(listed) != sorted(set(listed)):
@@ -103,7 +103,7 @@ class RunOptions(TensorFlowNames):
             ValueError: If it is longer than the largest bucket, or there are no buckets.
         """
         if self.buckets == "power_of_two":
-            return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+            return max(_SMALLEST_BUCKET, 1 << (int(length) - 1).bit_length())
         for size in self.buckets or ():
             if length <= size:  # pyright: ignore[reportOperatorIssue]
                 return int(size)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -182,34 +182,7 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
         )
 
 
-def local_results(value: Any, strategy: Strategy) -> tuple:
-    """A tuple with one structure per replica; see `TPUStrategy.local_results`.
-
-    Args:
-        value: A `PerReplica`, or a structure with some; other leaves are the same for every
-            replica.
-
-    Returns:
-        The tuple; `(value,)` if there is no `PerReplica`.
-    """
-    leaves, treedef = jax.tree.flatten(value)
-    if not any(isinstance(leaf, PerReplica) for leaf in leaves):
-        return (value,)
-    columns = []
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            check_owner(leaf, strategy)
-            columns.append(leaf.values)
-    number = len(columns[0])
-    remaining = iter(columns)
-    spread = [
-        next(remaining) if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves
-    ]
-    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread, strict=True))
-
-
-@dataclass(frozen=True)
-class DescribedValue:
+class DescribedValue(NamedTuple):
     """The description of one replica's value that all processes get."""
 
     kind: str
@@ -333,7 +306,7 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
     """The different structures of the replicas' values, and every replica's descriptions."""
     several = not strategy.placer.is_local
     mine = [
-        [i, str(treedef), [_plain(DescribedValue.of(leaf, several)) for leaf in leaves]]
+        [i, str(treedef), [DescribedValue.of(leaf, several) for leaf in leaves]]
         for i, (leaves, treedef) in flat.items()
     ]
     fix = f"Call it in all processes: every process calls {name} for its own replicas."
@@ -354,10 +327,6 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
     return {structure for structure, _ in found.values()}, [
         found[replica][1] for replica in sorted(found)
     ]
-
-
-def _plain(value: DescribedValue) -> list:
-    return [value.kind, list(value.shape), value.dtype, value.checksum]
 
 
 def _check_fit(every: Sequence[DescribedValue], name: str) -> None:

@@ -1,8 +1,8 @@
-"""Which arrays a step may consume: outputs of a launch without any other reference."""
+"""Which arrays a launch may consume: outputs of earlier launches without any other reference."""
 
-import operator
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,66 +14,83 @@ from keras_tpu_dist.common.sizes import bytes_per_device
 _GROUP_BYTES = 8 * 2**20
 
 
-class Buffers:
-    """The arrays of one model's training state, if launches consume them.
+class Owner:
+    """The owner of variables whose arrays its launches may consume. See `_keras.set_owner`.
 
     XLA overwrites a donated array even if something else refers to it: another variable, because
     `assign` between variables with the same layout shares the array; the averages of an optimizer;
     a user who has `variable.value`, a shard of it, or an array that was assigned. A buffer has no
-    reference count that we could read. So a launch only consumes outputs of the previous launch
-    that nothing has read from the variable since. Any other array is copied first, once.
+    reference count that we could read. So a launch only consumes outputs of an earlier launch of
+    the same owner that nothing has read from the variable since. Any other array is copied first,
+    once. A variable of another owner has another lock, so what that one made is copied, too.
+
+    Attributes:
+        lock: Held while a launch consumes arrays, until the variables have the new ones; and while
+            several variables of the same step are read.
     """
 
-    def __init__(self, lock: Any, owner: Any):
-        self._lock, self._owner = lock, owner
-        self._consumed = False
-        self._made: list = []
-        self._left: list[weakref.ref] = []
-        self._handed_out: set[int] = set()
+    def __init__(self):
+        self.lock = threading.RLock()
+        self._consumes = False
+        # What launches made and nobody has read, by the `id` of the variable. An `id` that is used
+        # again is no danger: the array is compared.
+        self._made: dict[int, weakref.ref[jax.Array]] = {}
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread launches."""
+        raise NotImplementedError
 
     def to_consume(self, variables: list) -> list:
         """The values of variables, without any other reference. The caller holds the lock."""
         values = _keras.values_of(variables)
-        if self._left:
-            self._made, self._left = [left() for left in self._left], []
-        same = len(values) == len(self._made) and all(map(operator.is_, values, self._made))
-        if same and not self._handed_out:
-            return values
-        self._consumed = True
-        _keras.set_owner(variables, self._owner)
-        made = self._made if len(self._made) == len(values) else [None] * len(values)
-        foreign = [
-            i
-            for i, variable in enumerate(variables)
-            if values[i] is not made[i] or id(variable) in self._handed_out
-        ]
-        self._made, made = [], []
-        copy_apart(variables, values, foreign)
-        self._handed_out.clear()
+        self._consumes = True
+        made = [known and known() for known in map(self._made.get, map(id, variables))]
+        foreign = [i for i, value in enumerate(values) if value is not made[i]]
+        if foreign:
+            del made
+            # Those of variables that are gone. Of a list: another owner may take a variable now.
+            for key in [key for key, known in list(self._made.items()) if known() is None]:
+                self._made.pop(key, None)
+            self.take([variables[i] for i in foreign])
+            copy_apart(variables, values, foreign)
         return values
 
-    def made(self, values: list) -> None:
+    def take(self, variables: list) -> None:
+        """Becomes the owner of variables; the one before does not see who reads them any more."""
+        for variable in variables:
+            before = _keras.owner_of(variable)
+            if before not in (None, self):
+                before.forget([variable])
+        _keras.set_owner(variables, self)
+
+    def made(self, variables: list, values: list[jax.Array]) -> None:
         """Records a launch's outputs, which the variables now hold."""
-        self._made = values
+        self._made.update(zip(map(id, variables), map(weakref.ref, values), strict=True))
 
-    def rest(self) -> None:
-        """Keeps only weak references at the end of a call, to recognize the arrays at the next."""
-        if self._made:
-            self._left, self._made = [weakref.ref(value) for value in self._made], []
+    def forget(self, variables: Iterable[Any]) -> None:
+        """Records that anything may refer to the arrays of variables."""
+        for variable in variables:
+            self._made.pop(id(variable), None)
 
-    def others_hold(self) -> None:
-        """Records that anything may refer to any of the arrays."""
-        self._made, self._left = [], []
+    def note_outside_reader(self, variables: Iterable[Any]) -> None:
+        """Records that a call of a model reads variables, and keeps their arrays for long."""
+        with self.lock:
+            self.forget(variables)
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
         """Reads a variable for a caller that may keep the array."""
-        if not self._consumed:
+        if not self._consumes:
             return stock(variable)
-        with self._lock:
+        with self.lock:
             value = stock(variable)
             if _keras.holds(variable, value):
-                self._handed_out.add(id(variable))
+                self.forget([variable])
         return value
+
+    def __reduce__(self):
+        # A variable that is copied or pickled has its own array.
+        return type(None), ()
 
 
 def copy_apart(variables: list, values: list, which: list[int]) -> None:

@@ -23,11 +23,11 @@ from keras_tpu_dist.programs.partitioner import mesh_here
 from keras_tpu_dist.programs.partitioner.places import padded_at_the_end
 from keras_tpu_dist.programs.partitioner.spread import Spread
 
-# Linear in their first operand, and the only one.
+# Linear in their first operand.
 _LINEAR = frozenset(
     [
-        "broadcast_in_dim", "convert_element_type", "copy", "name", "neg", "real", "reduce_sum",
-        "reshape", "rev", "slice", "squeeze", "transpose",
+        "broadcast_in_dim", "convert_element_type", "copy", "div", "name", "neg", "real",
+        "reduce_sum", "reshape", "rev", "sharding_constraint", "slice", "squeeze", "transpose",
     ]
 )  # fmt: skip
 
@@ -99,8 +99,7 @@ class LocalSums:
             return True
         if made.name in ("add", "add_any"):
             return self._add_both(made, path, found)
-        sides = _linear_in(made)
-        for side in sides:
+        for side in _linear_in(made):
             if self._add(made.operands[side], ((made, side), *path), found):
                 found.instead[made] = Instead(made.operands, _by_parts(made, side))
                 return True
@@ -187,13 +186,10 @@ def _others(operation: Equation, side: int) -> list[Atom]:
 
 def _linear_in(made: Equation) -> tuple[int, ...]:
     """The operands in which an operation is linear."""
-    if made.name in _LINEAR or made.name == "sharding_constraint":
-        return (0,)
-    if made.name == "div":
-        return (0,)
     if made.name == "mul":
         return (0, 1)
-    return (0,) if made.name == "pad" and _is_zero(made.operands[1]) else ()
+    linear = made.name in _LINEAR or (made.name == "pad" and _is_zero(made.operands[1]))
+    return (0,) if linear else ()
 
 
 def _is_zero(value: Atom) -> bool:

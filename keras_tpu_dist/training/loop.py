@@ -337,7 +337,8 @@ class Training(StepLoop):
                 peers.launched(outputs)
             _keras.follow_state(self._variables, state)
             if not self._guard.kept:
-                self._turns.buffers.made([v for group in state[:4] for v in group])
+                values = [value for group in state[:4] for value in group]
+                self._turns.made(self._all_variables, values)
         if watch is not None:
             *state, watch.health = state
             outputs = watch.noted(outputs, batch, steps)
@@ -359,7 +360,7 @@ class Training(StepLoop):
             for group in groups:
                 # An array that must be copied first is freed as soon as it has its copy.
                 group.values.clear()
-            values = self._turns.buffers.to_consume(self._all_variables)
+            values = self._turns.to_consume(self._all_variables)
         else:
             values = _keras.values_of(self._all_variables)
         given = iter(values)

@@ -129,7 +129,7 @@ class RowsAsData:
 
     def __call__(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
         """Runs the step."""
-        kind = _kind(batch)
+        kind = batch.kind
         launch = self._launches.get(kind)
         if launch is None:
             launch = self._launches[kind] = self._shared(state, batch) or self._own
@@ -155,7 +155,7 @@ class RowsAsData:
             return None
         # Without numbers, what the step computes of further rows is only not used.
         numbers = (found.numbers,) if found.numbers else ()
-        key = _kind(whole), found.signature
+        key = whole.kind, found.signature
         program = self._programs.get(key) if numbers else self._own
         if program is None:
             program = self._programs[key] = self._make(_program(found, structure))
@@ -172,11 +172,6 @@ class RowsAsData:
             return self._own.trace(state, batch)
         except Exception as error:
             raise Differs(f"it cannot be traced for more rows: {error}") from error
-
-
-def _kind(batch: PlacedBatch) -> Hashable:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 class _Rows:

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.errors import message, runtime_error
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.clock import InputReports, TimedInput
@@ -64,7 +63,6 @@ class Runner:
         )
         self.reports = InputReports()
         self._only_described = only_described
-        self._is_local = named_sharding(layouts.mesh).is_fully_addressable
 
     @contextlib.contextmanager
     def running(
@@ -91,7 +89,7 @@ class Runner:
     @contextlib.contextmanager
     def _beside(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
         """The context of a call that a call in another thread must not notice."""
-        if not self._is_local:
+        if not self.placer.is_local:
             raise NotImplementedError(
                 message(
                     "On a mesh of several processes, a model can run in only one thread at a time.",
@@ -109,7 +107,7 @@ class Runner:
     def _alone(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
         member = membership.adopt(model, strategy)
         turns = member.turns
-        if not self._is_local:
+        if not self.placer.is_local:
             compare_weights(member.agreed, model)
             compare_now_and_then(member.agreed, model, name)
         if member.guard is not None and not turns.elsewhere:
@@ -132,7 +130,6 @@ class Runner:
             if name == "fit":
                 member.fit.end()
             if name in TRAINING:
-                turns.buffers.rest()
                 if isinstance(model.train_function, Recompiled):
                     model.train_function = None
                 if running_call() is not None:
@@ -142,7 +139,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _with_others(self, name: str, model: Any, arguments: Mapping) -> Iterator[None]:
-        if self._is_local:
+        if self.placer.is_local:
             yield
             return
         with files_of_one(arguments.get("callbacks", ())), agreed_call(name, model):
@@ -214,7 +211,7 @@ class Runner:
             locks.enter_context(assigning)
             for _, owner in sorted(owners.items()):
                 locks.enter_context(owner.lock)
-                owner.note_outside_reader()
+                owner.note_outside_reader(chain(*groups))
             state = tuple(_keras.values_of(group) for group in groups)
         if len(groups) == len(_keras.state_groups(model)) and member.guard is not None:
             member.guard.read(state)
@@ -223,7 +220,7 @@ class Runner:
     def epoch_ended(self) -> None:
         """Called when all callbacks have seen the end of an epoch."""
         call = running_call()
-        if not self._is_local and call is not None and call.model is not None:
+        if not self.placer.is_local and call is not None and call.model is not None:
             compare_changes(call.model)
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
@@ -243,7 +240,7 @@ class Runner:
             batches = TimedInput(batches, self.options.input_timeout_s)
         if self.own_input is not None:
             batches = self.own_input.agreed(batches, epoch_iterator.steps_per_epoch)
-        elif not self._is_local:
+        elif not self.placer.is_local:
             batches = compared(batches)
         return DeviceIterator(
             batches,

@@ -1,6 +1,6 @@
 """Keras's steps as programs, which cut the padding off; a launch has one or many steps."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,8 @@ class _Step:
             function,
             self._placer.mesh,
             layouts,
-            kind_of=_kind_of_batch,
+            # Other shapes never change.
+            kind_of=lambda state, batch, *others: batch.kind,
             compiler_options=compiler_options,
             **self.options(),
         )
@@ -211,12 +212,6 @@ def jitted_step(
         prediction the new state has `None` for values that they only read; see `with_changes`.
     """
     return step_of(trainer, kind, placer, donate, mask).program(scanned, compiler_options)
-
-
-def _kind_of_batch(state, batch: PlacedBatch, *others: Any) -> Hashable:
-    """The key of a step's program: its batch's shapes. Other shapes never change."""
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _if_new(old, new, sharding: NamedSharding):

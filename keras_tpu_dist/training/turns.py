@@ -7,14 +7,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import runtime_error
-from keras_tpu_dist.training.buffers import Buffers
+from keras_tpu_dist.training.buffers import Owner
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -29,18 +29,11 @@ _LOOK_AFTER_S = 1.0
 assigning = threading.RLock()
 
 
-class Turns:
-    """The threads that run a model now.
-
-    Attributes:
-        lock: Held while a launch replaces the training state, and while several variables of the
-            same step are read.
-        buffers: The arrays of the training state, if launches consume them.
-    """
+class Turns(Owner):
+    """The threads that run a model now; the owner of its training state."""
 
     def __init__(self):
-        self.lock = threading.RLock()
-        self.buffers = Buffers(self.lock, self)
+        super().__init__()
         self._changed = threading.Condition(self.lock)
         self._trainer: threading.Thread | None = None
         self._training = ""
@@ -64,7 +57,7 @@ class Turns:
 
         Calls in other threads wait for it; otherwise both would build the model.
         """
-        _keras.set_owner(variables, self)
+        self.take(variables)
         self.steps()
 
     def steps(self) -> None:
@@ -74,19 +67,10 @@ class Turns:
                 self._ready = True
                 self._changed.notify_all()
 
-    def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads a variable; called after `_keras.set_owner`. See `Buffers.hand_out`."""
-        return self.buffers.hand_out(variable, stock)
-
-    def note_outside_reader(self) -> None:
-        """Records that a call reads variables of the model, and keeps their arrays for long."""
-        with self.lock:
-            if self.elsewhere:
-                self.buffers.others_hold()
-
-    def __reduce__(self):
-        # A variable that is copied or pickled has its own array.
-        return type(None), ()
+    def note_outside_reader(self, variables: Iterable[Any]) -> None:
+        """See `Owner`; a call in the thread that trains ends before the next launch."""
+        if self.elsewhere:
+            super().note_outside_reader(variables)
 
     @contextlib.contextmanager
     def taken(self, name: str, model: Any) -> Iterator[bool]:
@@ -136,7 +120,7 @@ class Turns:
                 self._ready = False
             self._depth += 1
             if self._others(self._readers):
-                self.buffers.others_hold()
+                self._made.clear()  # their calls hold all arrays
         try:
             yield
         finally:

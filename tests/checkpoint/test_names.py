@@ -12,7 +12,6 @@ from keras_tpu_dist.checkpoint.names import (
     in_order_of_numbers,
     match,
     named_state,
-    unmatched_text,
     without_numbers,
 )
 
@@ -112,9 +111,10 @@ def test_what_is_missing_unexpected_and_of_another_shape():
     found = match(here, saved, automatic=())
     assert (found.missing, found.unexpected) == (("b/kernel",), ("bb/kernel",))
     assert found.reshaped == ("head/kernel (3,), saved as (2,)",)
-    assert unmatched_text(found.missing, found.unexpected) == [
+    assert found.misfits == [
         "missing 'b/kernel' Did you mean 'bb/kernel'?",
         "unexpected 'bb/kernel' Did you mean 'b/kernel'?",
+        "of another shape or dtype: head/kernel (3,), saved as (2,)",
     ]
 
 

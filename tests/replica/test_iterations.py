@@ -107,3 +107,25 @@ def test_random_programs_equal_a_model_of_lists(capsys):
     """`python tests/replica/iterations.py` runs 200."""
     assert iterations.main(["--count", "3", "--seed", "1000"]) == 0
     assert "3 programs, 0 wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "prefetch"), [(1, 0), (1, 2), (3, 0)])
+def test_a_source_that_writes_into_the_batch_before(steps, prefetch):
+    strategy = ktd.TPUStrategy(prefetch=prefetch)
+
+    def batches():
+        # Aligned, so that JAX's arrays on a CPU share the memory.
+        memory = np.empty(2**18 + 64, "uint8")
+        start = -memory.ctypes.data % 64
+        buffer = memory[start : start + 2**18].view("float32").reshape(64, 1024)
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    dataset = strategy.distribute_dataset(batches())
+    if steps == 1:
+        found = [batch.array for batch in list(dataset)]
+    else:
+        launches = strategy.loop(lambda x: x, dataset, steps, outputs="all")
+        found = [x for _, of_launch in list(launches) for x in np.moveaxis(of_launch.array, 1, 0)]
+    assert [sorted(set(np.ravel(x).tolist())) for x in found] == [[0], [1], [2], [3]]

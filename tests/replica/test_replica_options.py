@@ -35,6 +35,12 @@ def test_an_argument_of_nothing_shifts_no_axis():
     assert options.axes((np.ones(2), {"a": np.ones((2, 3))}, 1.0), [1, 2, 0]) == [None, 1, None]
 
 
+def test_lengths_and_buckets_are_numbers_of_numpy():
+    length = np.int64(5)
+    assert RunOptions(buckets="power_of_two").bucket(length) == 8
+    assert RunOptions(buckets=np.array([4, 6])).bucket(length) == 6
+
+
 def test_rows_are_not_padded_to_buckets(two):
     value = two.distribute_values_from_function(lambda _: np.ones(3, "float32"))
     whole = two.run(lambda x: x * 2.0, args=(value,))

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import shared_arrays
-from helpers import TOLERANCE, python
+from helpers import TOLERANCE, At, Stop, python
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training import buffers
@@ -100,3 +100,20 @@ def test_a_variable_that_trained_is_copied_and_pickled():
     assert len(again.weights) == len(model.weights)
     shared_arrays.fit(again, epochs=1)
     assert not any(v.value.is_deleted() for v in model.weights if isinstance(v.value, jax.Array))
+
+
+def test_an_array_that_was_read_after_another_fit_began():
+    """Of two models that share a layer, the second one owns it, and fails before it trains."""
+    with ktd.TPUStrategy({"data": 8}, donate_state=True).scope():
+        shared = keras.layers.Dense(8)
+        one, other = (keras.Sequential([keras.Input((8,)), shared]) for _ in range(2))
+        for model in (one, other):
+            model.compile("sgd", "mse")
+    x = np.ones((16, 8), "float32")
+    for model in (other, one):
+        model.fit(x, x, batch_size=8, verbose=0)
+    with pytest.raises(Stop):
+        other.fit(x, x, verbose=0, callbacks=[At(1, method="on_train_batch_begin")])
+    held = shared.kernel.value
+    one.fit(x, x, batch_size=8, verbose=0)
+    assert not held.is_deleted()
