@@ -755,6 +755,16 @@ def test_a_collective_that_a_sparse_core_computes_is_counted():
     assert found.asynchronous
 
 
+def test_a_collective_that_runs_beside_the_main_core_counts_once():
+    begin, _, _ = _ON_SPARSECORE.partition("  %start")
+    text = (
+        f"{begin}  %start = ((f32[128,256]{{1,0}}), f32[128,256]{{1,0}}) async-start(%a), "
+        "calls=%called\n  ROOT %done = f32[128,256]{1,0} async-done(%start)\n}\n"
+    )
+    (found,) = hlo.analyze(text, wire=hlo.Wire.of({"data": 8})).collectives
+    assert (found.kind, found.asynchronous) == ("all-reduce", True)
+
+
 def test_elements_of_tuples_that_no_instruction_takes_out():
     """As libtpu 0.0.50 writes them."""
     program = parse(
