@@ -395,7 +395,7 @@ def _largest_buffers(
         if i.opcode in _VIEWS or (i.opcode == "parameter" and not is_argument):
             continue
         for shape in i.shapes:
-            if not shape.hbm_bytes or len(found) > 20_000:
+            if not shape.hbm_bytes:
                 continue
             op_name = _origin(program, i)
             layer = "(input)" if is_argument else attribution.layer(op_name) if op_name else OTHER
