@@ -27,8 +27,8 @@ class Runs(Protocol):
         """Writes the program after each pass into a folder."""
         ...
 
-    def run(self, texts: list[str]) -> list[list[Row] | str]:
-        """Compares the results of programs."""
+    def run(self, text: str) -> list[Row] | str:
+        """Compares the results of a program, or returns why it cannot be run."""
         ...
 
 
@@ -73,7 +73,7 @@ def first_wrong(compiled: Runs) -> WrongPass | None:
             nonlocal tried
             tried += 1
             try:
-                (rows,) = compiled.run([dumps[n].path.read_text(errors="replace")])
+                rows = compiled.run(dumps[n].path.read_text(errors="replace"))
             except CannotRun:
                 return None
             return None if isinstance(rows, str) else all(row.equal for row in rows)
