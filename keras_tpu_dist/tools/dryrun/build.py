@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import one_of, require
+from keras_tpu_dist.common.checks import one_of
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.common.sizes import bytes_per_device
@@ -278,7 +278,6 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
         The model and the batch, of `jax.ShapeDtypeStruct`.
     """
     build, strategy, mode = step.build, step.strategy, step.mode
-    require("a dry run", MODE, mode=mode)
     check_batch_size(step.batch_size, strategy)
     rows = operator.index(step.batch_size)
     with contextlib.ExitStack() as stack:

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message, runtime_error
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.hardware.calibration import Calibration
-from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
@@ -23,6 +22,7 @@ from keras_tpu_dist.show.progress import excused
 from keras_tpu_dist.tools.dryrun import worker
 from keras_tpu_dist.tools.dryrun.build import Lowered
 from keras_tpu_dist.tools.dryrun.cache import Cache, key_of
+from keras_tpu_dist.tools.dryrun.state_bytes import total_of
 
 # Quick against exact on v5e:2x4 (benchmarks/dry_run.py): a 12-layer transformer 31 and 90 CPU
 # seconds, peak memory 2.57 and 2.74 GiB, cycles 2.5 times; two LSTM layers 5 and 16 CPU seconds,
@@ -76,9 +76,8 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """HBM that the program needs on one device: arguments, new outputs, temporaries."""
-        m = self.memory
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+        """HBM that the program needs on one device."""
+        return total_of(self.memory)
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _place(device: object) -> tuple[int, ...]:
-    if isinstance(device, CompileOnlyDevice) or hasattr(device, "coords"):
+    if hasattr(device, "coords"):
         slice_index = getattr(device, "slice_index", None) or 0
         return (slice_index, *device.coords, device.core_on_chip)
     return (device.id,)
@@ -328,24 +327,16 @@ def run_job(
             timeout=timeout,
         )
         if code is None:
-            raise RuntimeError(_took_too_long(where, timeout))
+            raise runtime_error(
+                "The compiler must finish within the timeout.",
+                received=f"timeout={timeout:g} seconds, compiling for {where}.",
+                fix='Pass a longer timeout=..., or effort="quick", or a model with fewer layers.',
+            )
         log = Path(log_path).read_text(errors="replace")
-        if not os.path.exists(result_path):
-            raise RuntimeError(_aborted(where, code, log))
-        return pickle.loads(Path(result_path).read_bytes()), log
-
-
-def _took_too_long(where: str, timeout: float) -> str:
-    return message(
-        "The compiler must finish within the timeout.",
-        received=f"timeout={timeout:g} seconds, compiling for {where}.",
-        fix='Pass a longer timeout=..., or effort="quick", or a model with fewer layers.',
-    )
-
-
-def _aborted(where: str, code: int, log: str) -> str:
+        if os.path.exists(result_path):
+            return pickle.loads(Path(result_path).read_bytes()), log
     last = " | ".join(line for line in log.strip().splitlines()[-6:] if line.strip())
-    return message(
+    raise runtime_error(
         "The compiling process must not end before it has an answer.",
         received=f"exit code {code}, compiling for {where}. Its last output: {last or '(none)'}.",
         fix="Exit code -9 means that the machine ran out of memory; -6 is an abort inside the "

@@ -25,7 +25,7 @@ from keras_tpu_dist.tools.dryrun.page import (
     remarks,
     said,
 )
-from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
+from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, total_of
 from keras_tpu_dist.tools.hlo import Buffer, ProgramCost
 from keras_tpu_dist.tools.hlo.analysis import LayerCost
 
@@ -221,10 +221,7 @@ class DryRun(Page):
     @property
     def breakdown_bytes(self) -> int:
         """The sum of `memory`: `total_bytes`, or the bytes on the slice `sized_on`."""
-        m = self.memory
-        if not m:
-            return 0
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+        return total_of(self.memory)
 
     @property
     def largest_buffers(self) -> tuple[Buffer, ...]:

@@ -186,7 +186,6 @@ def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
     Args:
         cache: The cache of compilations; with it, equal programs do not differ in source lines.
     """
-    check_asked(step.build, step.strategy)
     for_tpu = has_libtpu() and _is_tpu(step.strategy)
     with contextlib.nullcontext() if cache is None else without_source_lines():
         lowered = lower(step, "tpu" if for_tpu else "cpu")
@@ -263,9 +262,10 @@ def _report(
     cost = _cost(lowered, measured, sized) if loop is None else loop.round
     times = _estimated(lowered, cost, verdict)
     of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
-    limit_bytes = 0 if loop is None else _read_bytes(lowered, loop)
+    tokens = lowered.tokens_loop
+    read = 0 if tokens is None or loop is None else tokens.read_bytes(loop.carried)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
-    total = stated[0] if stated else measured.total_bytes if measured.memory else 0
+    total = stated[0] if stated else measured.total_bytes
     layer = Attribution(lowered.layer_names).layer
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
@@ -305,7 +305,7 @@ def _report(
         prompt_s=None if of_prompt is None else of_prompt.step,
         prompt_range=None if of_prompt is None else of_prompt.span,
         steps=lowered.steps,
-        token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
+        token_limit_s=read / topology.hbm_bandwidth if topology and read else None,
     )
     levers = lowered.levers
     return run if levers is None else replace(run, changes=what_to_change(run, levers))
@@ -358,11 +358,6 @@ def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) 
         return None
     wire = _wire(lowered, topology)
     return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
-
-
-def _read_bytes(lowered: Lowered, loop: LoopCost) -> int:
-    """Bytes that a device reads for a token if it reads weights and caches once."""
-    return lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
 
 
 def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
