@@ -253,7 +253,7 @@ def test_a_loop_for_ids_that_seldom_come_counts_nothing():
 )
 def test_name_stacks_become_layers(op_name, layer, phase):
     known = {"mha", "query", "lstm", "cell", "dense", "dropout", "adam", "custom"}
-    assert layers.Attribution(known).layer(op_name) == layer
+    assert layers.layers_of(known)(op_name) == layer
     assert layers.phase(op_name)[0] == phase
 
 
@@ -272,7 +272,7 @@ def test_name_stacks_become_layers(op_name, layer, phase):
 )
 def test_layers_may_be_named_as_jax_names_its_own(op_name, layer):
     known = {"while", "cond", "remat", "lstm", "cell"}
-    assert layers.Attribution(known).layer(op_name) == layer
+    assert layers.layers_of(known)(op_name) == layer
 
 
 # --- collectives -----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import find_largest
 from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.tools.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
-from keras_tpu_dist.tools.hlo.layers import Attribution
+from keras_tpu_dist.tools.hlo.layers import layers_of
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -266,7 +266,7 @@ def _report(
     read = 0 if tokens is None or loop is None else tokens.read_bytes(loop.carried)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes
-    layer = Attribution(lowered.layer_names).layer
+    layer_of = layers_of(lowered.layer_names)
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
     notes += _beside_the_step(lowered, topology)
@@ -288,7 +288,7 @@ def _report(
         tokens=lowered.tokens,
         error=verdict.error,
         sized_on=sized_on,
-        rematerialized=tuple(dict.fromkeys(layer(n) for n in verdict.rematerialized)),
+        rematerialized=tuple(dict.fromkeys(map(layer_of, verdict.rematerialized))),
         build_seconds=lowered.seconds,
         compile_seconds=sum(c.seconds for c in compiled),
         compile_cpu_seconds=sum(c.cpu_seconds for c in compiled),

@@ -57,7 +57,7 @@ class Candidate(Printed):
         """Everything except the order of the mesh's axes."""
         return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
 
-    def strategy(self, topology: Topology | None = None) -> TPUStrategy:
+    def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
         """The strategy.
 
         Args:

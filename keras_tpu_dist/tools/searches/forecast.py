@@ -447,21 +447,12 @@ _LAID_OUT_OF_SPLIT_SLOTS = 0.3
 _GATHERED = 2
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a step on one device.
+def memory_of(placed: Placed, policy: str | None) -> tuple[float, float, float]:
+    """Forecasts the memory of a train step.
 
-    Attributes:
-        held_bytes: The maximum that is held at one time between operations.
+    Returns:
+        Bytes of the state, the most that is held at one time between operations, and all of it.
     """
-
-    state_bytes: float
-    held_bytes: float
-    total_bytes: float
-
-
-def memory_of(placed: Placed, policy: str | None) -> Memory:
-    """Forecasts the memory of a train step."""
     state = _state_bytes(placed)
     held = peak_bytes(
         placed.facts.kept[policy].buffers,
@@ -475,7 +466,7 @@ def memory_of(placed: Placed, policy: str | None) -> Memory:
     beside = max(held, state if kept else 0.0)
     beside += _OUTPUTS * output_bytes(placed) + _laid_out_bytes(placed) + _together_bytes(placed)
     batch = placed.facts.input_bytes * placed.share
-    return Memory(state, held, state + beside + batch + _PROGRAM)
+    return state, held, state + beside + batch + _PROGRAM
 
 
 def _state_bytes(placed: Placed) -> float:
@@ -578,10 +569,10 @@ def forecast(
     """Forecasts a train step."""
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
-    memory = memory_of(placed, policy)
+    state, held, total = memory_of(placed, policy)
     compute = rounds = 0.0
     # Activations; weights and slots; and weights whose updates are gathered.
-    moved = _written_bytes(placed, policy) + memory.state_bytes + _gathered_bytes(placed)
+    moved = _written_bytes(placed, policy) + state + _gathered_bytes(placed)
     moved = _PASSES * moved + table_bytes(placed)
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
@@ -589,9 +580,9 @@ def forecast(
         moved += part.moved_bytes * (3 + again) + ring.moved_bytes
         rounds += ring.seconds
     return Forecast(
-        state_bytes=memory.state_bytes,
-        held_bytes=memory.held_bytes,
-        memory_bytes=memory.total_bytes,
+        state_bytes=state,
+        held_bytes=held,
+        memory_bytes=total,
         compute_s=_QUICK * compute + rounds + looked_up(placed),
         traffic_s=_QUICK * moved / ground.topology.hbm_bandwidth,
         links_s=links(placed, again),

@@ -171,8 +171,6 @@ class Ranking(Page):
                 received={"model": self.model, "topology": self.topology},
                 fix="Search a larger slice, or give a smaller batch_size.",
             )
-        if isinstance(topology, str):
-            topology = Topology.parse(topology)
         return best.candidate.strategy(topology)
 
     @property
