@@ -105,37 +105,6 @@ def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
     assert "error: " in capsys.readouterr().err
 
 
-class OnHost(keras.layers.Layer):
-    """Asks this process, for a result or for what it does."""
-
-    def __init__(self, ask):
-        super().__init__()
-        self.ask = ask
-
-    def call(self, x):
-        return x + self.ask(jax.lax.stop_gradient(x))
-
-
-@pytest.mark.parametrize("asks", ["prints", "computes"])
-def test_a_dry_run_calls_no_python_of_this_process(asks):
-    def doubled(x):
-        return jax.pure_callback(lambda a: 2 * a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    def printed(x):
-        jax.debug.print("{}", x[0, 0])
-        return x
-
-    def build():
-        host = OnHost(doubled if asks == "computes" else printed)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), host])
-        model.compile("sgd", "mse")
-        return model
-
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
-    with pytest.raises(ValueError, match=r"cannot call.*jax\.debug\.print and jax\.pure_callback"):
-        dry_run(build, strategy, batch_size=13)
-
-
 @pytest.mark.tpu_compiler
 def test_rows_updated_in_place_cost_what_they_move():
     """512 rows of a table of 512 MiB: it counted as read and written whole, and took no cycles."""
