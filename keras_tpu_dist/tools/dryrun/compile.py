@@ -20,7 +20,7 @@ from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.show.progress import excused
 from keras_tpu_dist.tools.dryrun import worker
-from keras_tpu_dist.tools.dryrun.build import Lowered
+from keras_tpu_dist.tools.dryrun.build import ToCompile
 from keras_tpu_dist.tools.dryrun.cache import Cache, key_of
 from keras_tpu_dist.tools.dryrun.state_bytes import total_of
 
@@ -111,7 +111,7 @@ def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> dict[str, Any]:
+def job_of(lowered: ToCompile, effort: str, topology: Topology | None = None) -> dict[str, Any]:
     """What the separate process is to compile.
 
     Args:
@@ -135,7 +135,7 @@ def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> d
 
 
 def run_compiler(
-    lowered: Lowered, job: dict[str, Any], timeout: float, where: str
+    lowered: ToCompile, job: dict[str, Any], timeout: float, where: str
 ) -> tuple[dict[str, Any], str]:
     """Runs the compiler once.
 
@@ -161,7 +161,7 @@ def run_compiler(
 
 
 def compile_lowered(
-    lowered: Lowered,
+    lowered: ToCompile,
     *,
     effort: str = "quick",
     timeout: float,
@@ -227,7 +227,7 @@ def _cached(entry: Any) -> Compiled | None:
 _ABOUT_OPTIONS = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "No such compile option")
 
 
-def _fix_of(error: str, lowered: Lowered) -> str:
+def _fix_of(error: str, lowered: ToCompile) -> str:
     given = {
         name: value
         for name, value in (lowered.compiler_options or {}).items()
@@ -244,7 +244,7 @@ def _fix_of(error: str, lowered: Lowered) -> str:
     )
 
 
-def larger_twin(lowered: Lowered) -> Topology | None:
+def larger_twin(lowered: ToCompile) -> Topology | None:
     """The slice with as many devices and the most memory per device, to size what does not fit.
 
     Returns:

@@ -150,8 +150,7 @@ class Comparison(Report):
         title = f"{self.profile._title()}; dry run for {self.compiled_for}"
         if self.step_range is None:
             return f"{title}, without times"
-        low, high = map(duration_text, self.step_range)
-        span = low if low == high else f"{low} to {high}"
+        span = span_text(*self.step_range, duration_text)
         return f"{title}, effort {self.effort}: {span}, estimate"
 
     def _lines(self) -> list[str]:
@@ -341,7 +340,6 @@ class _Traced:
         self.seconds = float(described["seconds"])
         self.platform = str(described["platform"])
         self.device_kind = str(described["device_kind"])
-        self.devices = described["devices"]
         self._layer_of = layers_of(described["layers"])
         self._programs = frozenset(described["programs"].values())
         self._instructions = _instructions(folder)

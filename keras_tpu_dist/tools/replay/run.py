@@ -30,6 +30,7 @@ from keras_tpu_dist.tools.dryrun.build import (
     Build,
     Lowered,
     Subject,
+    ToCompile,
     fresh_optimizer,
     lower,
 )
@@ -326,7 +327,7 @@ class TPUProgram:
 
     def __init__(
         self,
-        lowered: Lowered,
+        lowered: ToCompile,
         expected: Expected,
         kernels: tuple[Any, ...],
         timeout: float,
