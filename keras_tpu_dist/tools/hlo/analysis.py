@@ -157,28 +157,20 @@ def analyze(
 def _of_a_step(cost_of: ProgramCost, steps: int) -> ProgramCost:
     """The cost of one step of a launch. What runs once a launch counts with its share."""
 
-    def share(number: int) -> int:
-        return round(number / steps)
+    def counts(of: ProgramCost | LayerCost) -> dict[str, Any]:
+        every = {name: count for name, count in vars(of).items() if isinstance(count, int)}
+        return {name: round(count / steps) for name, count in every.items()}
 
-    def of_layer(layer: LayerCost) -> LayerCost:
-        names = ("flops", "hbm_bytes", "cycles", "backward_cycles", "float32_bytes")
-        counts = {name: share(getattr(layer, name)) for name in names}
-        return replace(layer, **counts, link_seconds=layer.link_seconds / steps)
-
-    names = ("flops", "hbm_bytes", "cycles", "kernel_flops", "kernel_bytes", "silent_cycles")
-    counts: dict[str, Any] = {name: share(getattr(cost_of, name)) for name in names}
     return replace(
         cost_of,
-        **counts,
-        flops_by_rate=tuple((rate, share(flops)) for rate, flops in cost_of.flops_by_rate),
-        layers=tuple(map(of_layer, cost_of.layers)),
+        **counts(cost_of),
+        flops_by_rate=tuple((rate, round(flops / steps)) for rate, flops in cost_of.flops_by_rate),
+        layers=tuple(
+            replace(layer, **counts(layer), link_seconds=layer.link_seconds / steps)
+            for layer in cost_of.layers
+        ),
         collectives=tuple(
-            replace(
-                collective,
-                times=collective.times / steps
-                if collective.times % steps
-                else collective.times // steps,
-            )
+            replace(collective, times=collective.times / steps)
             for collective in cost_of.collectives
         ),
     )
