@@ -131,6 +131,17 @@ def test_a_damaged_entry_is_compiled_again(jobs, tmp_path, damage):
     assert len(jobs) == 2
 
 
+def test_entries_of_a_folder_that_is_only_read_are_used(monkeypatch, tmp_path):
+    cache = Cache(tmp_path)
+    cache.put("a", {"text": "program"})
+
+    def refused(*_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert cache.get("a") == {"text": "program"}
+
+
 def test_what_was_used_the_longest_ago_goes_first(tmp_path):
     cache = Cache(tmp_path, most_bytes=800)
     words = ["".join(chr(33 + (i * i * n) % 90) for i in range(200)) for n in (7, 11, 13)]
