@@ -1207,12 +1207,6 @@ def test_predict_of_a_model_that_is_not_compiled():
         assert lowered.parameters == 36
 
 
-@pytest.mark.parametrize(("build", "strategy"), [(None, ktd.TPUStrategy), (mlp, lambda: "v5e:2x4")])
-def test_a_model_and_a_strategy_are_asked_for(build, strategy):
-    with pytest.raises(ValueError, match=r"takes a function that builds a model.*TPUStrategy\("):
-        ktd.dry_run(build, strategy(), batch_size=8)
-
-
 def test_without_a_strategy_it_is_the_models_or_the_one_in_scope():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
     with strategy.scope():

@@ -65,14 +65,6 @@ def test_a_comparison_says_sizes():
     assert dict(found.best.mesh) == {"data": 4, "model": 2}
 
 
-@pytest.mark.parametrize(
-    ("meshes", "layouts"), [({"data": 8}, [None]), ([{"data": 8}], "fsdp"), ([8], [None])]
-)
-def test_a_comparison_is_of_lists(meshes, layouts):
-    with pytest.raises(ValueError, match=r"list of meshes, which are dicts.*Received: meshes="):
-        compare(mlp, topology="v5e:2x4", meshes=meshes, layouts=layouts, batch_size=16)
-
-
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("layout", [None, "fsdp"])
