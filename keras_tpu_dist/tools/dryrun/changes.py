@@ -255,10 +255,9 @@ def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
     if run.mode != "train" or run.limit_bytes is None or cost is None or not run.memory:
         return ()
     room = run.limit_bytes * _FILLED
-    if run.fits and e is not None:
-        crowded = run.total_bytes > room
-        faster = _faster(run, levers, cost, e, room)
-        found = [*(_smaller(run, levers) if crowded else ()), *faster]
+    if run.fits:
+        found = _smaller(run, levers) if run.total_bytes > room else []
+        found += [] if e is None else _faster(run, levers, cost, e, room)
     else:
         found = _smaller(run, levers)
         if all(change.after > room for change in found):
