@@ -76,10 +76,6 @@ class Placed:
         """One device's rows, relative to the traced batch."""
         return self.batches / self.ground.ways(self.ground.data_axes)
 
-    def weights(self) -> list[tuple[int, Weight, Spec]]:
-        """The number of every weight, the weight, and its axes."""
-        return [(i, w, s) for i, (w, s) in enumerate(zip(self.facts.weights, self.specs))]
-
     def split(self, index: int) -> list[tuple[str, ...]]:
         """The axes of every dimension that stay split while a weight is used: the model axes."""
         return self._splits[index]
@@ -335,7 +331,7 @@ def links(placed: Placed, again: float) -> float:
         else:
             seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
     seconds += sum(_laid_by_width(placed, index) for index in placed.by_width)
-    for index, weight, _ in placed.weights():
+    for index, weight in enumerate(placed.facts.weights):
         # If a table is stored split, every device adds up the rows of its own part.
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
             seconds += _gradient(placed, index, weight)
@@ -471,9 +467,9 @@ def memory_of(placed: Placed, policy: str | None) -> tuple[float, float, float]:
 
 def _state_bytes(placed: Placed) -> float:
     total, ground = 0.0, placed.ground
-    for index, weight, spec in placed.weights():
+    for index, weight in enumerate(placed.facts.weights):
         ways = placed.ways(index)
-        over = {axis for axes in spec for axis in axes}
+        over = {axis for axes in placed.specs[index] for axis in axes}
         left = [axis for axis in ground.data_axes if axis not in over]
         extra = ground.ways(left) if ground.shard_optimizer and weight.shape else 1
         total += weight.size * weight.itemsize / ways + weight.slot_bytes / ways / extra
@@ -600,7 +596,7 @@ def _gathered_bytes(placed: Placed) -> float:
     """Bytes of weights whose updates are computed in parts, because their slots are split."""
     return sum(
         weight.size * weight.itemsize / placed.ways(index)
-        for index, weight, _ in placed.weights()
+        for index, weight in enumerate(placed.facts.weights)
         if placed.ground.shard_optimizer and weight.slot_bytes and not placed.stored(index)
     )
 
