@@ -262,8 +262,6 @@ def _report(
     cost = _cost(lowered, measured, sized) if loop is None else loop.round
     times = _estimated(lowered, cost, verdict)
     of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
-    tokens = lowered.tokens_loop
-    read = 0 if tokens is None or loop is None else tokens.read_bytes(loop.carried)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes
     layer_of = layers_of(lowered.layer_names)
@@ -305,7 +303,7 @@ def _report(
         prompt_s=None if of_prompt is None else of_prompt.step,
         prompt_range=None if of_prompt is None else of_prompt.span,
         steps=lowered.steps,
-        token_limit_s=read / topology.hbm_bandwidth if topology and read else None,
+        token_limit_s=_token_limit_s(lowered, loop),
     )
     levers = lowered.levers
     return run if levers is None else replace(run, changes=what_to_change(run, levers))
@@ -358,6 +356,14 @@ def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) 
         return None
     wire = _wire(lowered, topology)
     return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _token_limit_s(lowered: Lowered, loop: LoopCost | None) -> float | None:
+    """Seconds that a device needs for a token if it reads weights and caches once."""
+    tokens, topology = lowered.tokens_loop, lowered.topology
+    if tokens is None or loop is None or topology is None:
+        return None
+    return tokens.read_bytes(loop.carried) / topology.hbm_bandwidth or None
 
 
 def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
