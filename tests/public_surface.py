@@ -635,7 +635,7 @@ ROWS: dict[str, Row] = {
         lambda: {"build": made, "topology": "v5e:2x2", "meshes": [{"data": 4}], "batch_size": 8},
         {
             "topology": (None, *word("v5:4x4")),
-            "meshes": (None, 3, True, "data", [], [3]),
+            "meshes": (None, 3, True, "data", [], [3], {"data": 4}),
             "layouts": (None, 3, True, "fsdq", []),
             **OF_DRY_RUNS,
             "calibration": CALIBRATION,

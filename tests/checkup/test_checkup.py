@@ -423,9 +423,6 @@ def test_the_method_and_what_it_takes():
     assert len(check.left_out) == len(check.parts) > 5
     assert all("remained" in part.left_out for part in check.parts)
     assert check.ok
-    for wrong in ({"minutes": 0}, {"minutes": "3"}, {"model": 3}, {"batch_size": 2}):
-        with pytest.raises(ValueError, match="Received"):
-            strategy.check(**wrong)
     with pytest.raises(ValueError, match="attached"):
         ktd.TPUStrategy(topology="v5e:2x4").check()
 

@@ -65,14 +65,6 @@ def test_a_comparison_says_sizes():
     assert dict(found.best.mesh) == {"data": 4, "model": 2}
 
 
-@pytest.mark.parametrize(
-    ("meshes", "layouts"), [({"data": 8}, [None]), ([{"data": 8}], "fsdp"), ([8], [None])]
-)
-def test_a_comparison_is_of_lists(meshes, layouts):
-    with pytest.raises(ValueError, match=r"list of meshes, which are dicts.*Received: meshes="):
-        compare(mlp, topology="v5e:2x4", meshes=meshes, layouts=layouts, batch_size=16)
-
-
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("layout", [None, "fsdp"])
@@ -103,37 +95,6 @@ def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
     words = ["dry-run", "models_of_a_user:build", "--topology", "v5e:2x4", "--batch-size", "64"]
     assert main([*words, "--layout", "missing.json"]) == 2
     assert "error: " in capsys.readouterr().err
-
-
-class OnHost(keras.layers.Layer):
-    """Asks this process, for a result or for what it does."""
-
-    def __init__(self, ask):
-        super().__init__()
-        self.ask = ask
-
-    def call(self, x):
-        return x + self.ask(jax.lax.stop_gradient(x))
-
-
-@pytest.mark.parametrize("asks", ["prints", "computes"])
-def test_a_dry_run_calls_no_python_of_this_process(asks):
-    def doubled(x):
-        return jax.pure_callback(lambda a: 2 * a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    def printed(x):
-        jax.debug.print("{}", x[0, 0])
-        return x
-
-    def build():
-        host = OnHost(doubled if asks == "computes" else printed)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), host])
-        model.compile("sgd", "mse")
-        return model
-
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
-    with pytest.raises(ValueError, match=r"cannot call.*jax\.debug\.print and jax\.pure_callback"):
-        dry_run(build, strategy, batch_size=13)
 
 
 @pytest.mark.tpu_compiler

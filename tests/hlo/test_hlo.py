@@ -253,7 +253,7 @@ def test_a_loop_for_ids_that_seldom_come_counts_nothing():
 )
 def test_name_stacks_become_layers(op_name, layer, phase):
     known = {"mha", "query", "lstm", "cell", "dense", "dropout", "adam", "custom"}
-    assert layers.Attribution(known).layer(op_name) == layer
+    assert layers.layers_of(known)(op_name) == layer
     assert layers.phase(op_name)[0] == phase
 
 
@@ -272,7 +272,7 @@ def test_name_stacks_become_layers(op_name, layer, phase):
 )
 def test_layers_may_be_named_as_jax_names_its_own(op_name, layer):
     known = {"while", "cond", "remat", "lstm", "cell"}
-    assert layers.Attribution(known).layer(op_name) == layer
+    assert layers.layers_of(known)(op_name) == layer
 
 
 # --- collectives -----------------------------------------------------------------------------
@@ -757,6 +757,16 @@ def test_a_collective_that_a_sparse_core_computes_is_counted():
     (found,) = hlo.analyze(_ON_SPARSECORE, wire=hlo.Wire.of({"data": 8})).collectives
     assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("data",), 4 * 128 * 256)
     assert found.asynchronous
+
+
+def test_a_collective_that_runs_beside_the_main_core_counts_once():
+    begin, _, _ = _ON_SPARSECORE.partition("  %start")
+    text = (
+        f"{begin}  %start = ((f32[128,256]{{1,0}}), f32[128,256]{{1,0}}) async-start(%a), "
+        "calls=%called\n  ROOT %done = f32[128,256]{1,0} async-done(%start)\n}\n"
+    )
+    (found,) = hlo.analyze(text, wire=hlo.Wire.of({"data": 8})).collectives
+    assert (found.kind, found.asynchronous) == ("all-reduce", True)
 
 
 def test_elements_of_tuples_that_no_instruction_takes_out():

@@ -1,6 +1,7 @@
 """Programs of the TPU compiler, written so that XLA's CPU client runs them."""
 
 import functools
+import pathlib
 
 import jax
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas
 from keras_tpu_dist.tools.hlo.parse import parse
-from keras_tpu_dist.tools.replay import CannotRun, rewrite
+from keras_tpu_dist.tools.replay import CannotRun, Row, rewrite
+from keras_tpu_dist.tools.replay.passes import first_wrong
 from keras_tpu_dist.tools.replay.rewrite import runnable
 
 
@@ -343,3 +345,43 @@ def test_attributes_are_read_whole():
 def test_no_operation_stands_in_two_tables():
     tables = [rewrite._ELEMENTWISE, rewrite._PLAIN, rewrite._COLLECTIVES, rewrite._MOVES]
     assert sum(map(len, tables)) == len(functools.reduce(set.union, tables))
+
+
+class Passes:
+    """Twenty passes, the fourth of them the partitioner; the programs are their numbers."""
+
+    def __init__(self, wrong_from, broken):
+        self.wrong_from, self.broken, self.ran = wrong_from, broken, []
+
+    def dumped(self, folder):
+        for n in range(20):
+            name = "spmd-partitioning" if n == 3 else f"pass-{n}"
+            file = f"module_0001.step.{n:04}.all.after_{name}.before_the-next.txt"
+            pathlib.Path(folder, file).write_text(str(n))
+
+    def run(self, text):
+        self.ran.append(int(text))
+        if int(text) in self.broken:
+            raise CannotRun("not known")
+        return [Row("x", (), "float32", float(int(text) >= self.wrong_from), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("wrong_from", "broken", "found"),
+    [
+        (13, (), ("pass-13", "pass-12", "pass-13")),
+        (13, (11, 12), ("pass-11 or pass-12 or pass-13", "pass-10", "pass-13")),
+        (19, range(4, 19), (" or ".join(f"pass-{n}" for n in range(4, 20)), "spmd-partitioning")),
+        (0, (3, 4), ("", "pass-5", "")),
+        (13, range(20), None),
+    ],
+)
+def test_a_pass_is_found_by_halves(wrong_from, broken, found):
+    passes = Passes(wrong_from, broken)
+    wrong = first_wrong(passes)
+    assert len(passes.ran) == len(set(passes.ran))
+    if found is None:
+        assert wrong is None
+        return
+    assert (wrong.name, wrong.right_after, wrong.wrong_after)[: len(found)] == found
+    assert wrong.tried == len(passes.ran)

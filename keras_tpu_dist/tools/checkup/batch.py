@@ -1,6 +1,5 @@
 """The batch for checking a user's step: the user's data, or random data."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +112,7 @@ def _tokens(model: keras.Model) -> int:
         for layer in _keras.flatten_layers(model)
         if isinstance(layer, keras.layers.Embedding)
     ]
-    return min([*sizes, math.inf]) if sizes else 2  # pyright: ignore
+    return min(sizes, default=2)
 
 
 def _classes(model: keras.Model, described: tuple) -> list[int]:

@@ -56,16 +56,7 @@ class Launcher:
         Raises:
             HangError: If it takes longer than `patience_s`, without its compilation.
         """
-        return self._waited(job, program(*args))
-
-    def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
-        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs."""
-        begin = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        return time.perf_counter() - begin
-
-    def _waited(self, job: Job, outputs: Any) -> Any:
-        failed: list[BaseException] = []
+        outputs, failed = program(*args), []
 
         def wait() -> None:
             try:
@@ -81,6 +72,12 @@ class Launcher:
         if failed:
             raise failed[0]
         return outputs
+
+    def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
+        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs."""
+        begin = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        return time.perf_counter() - begin
 
 
 @dataclass

@@ -18,10 +18,20 @@ State = list[list[np.ndarray]]
 # 2**-9, and a few layers add up: 2**-8 times 5. With `jax.default_matmul_precision("highest")`, six
 # passes preserve 24 bits, and only the order of float32 sums differs: 1e-4. Neither was measured on
 # a TPU. See `tools.checkup.products` for the sources.
-_FLOAT32 = {("cpu", False): 1e-5, ("cpu", True): 1e-5, ("tpu", False): 2e-2, ("tpu", True): 1e-4}
-_OTHERS = 2e-2, 1e-4
+_ON_CPU, _ROUNDED, _EXACT = 1e-5, 2e-2, 1e-4
 _BFLOAT16 = 5e-2
-_EXACT = ("highest", "float32", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F32_F32_F32")
+# Names that `jax.default_matmul_precision` takes; all others mean one pass.
+_PRECISIONS = {
+    "tensorfloat32": "high",
+    "high": "high",
+    "BF16_BF16_F32_X3": "high",
+    "TF32_TF32_F32": "high",
+    "highest": "highest",
+    "float32": "highest",
+    "BF16_BF16_F32_X6": "highest",
+    "BF16_BF16_F32_X9": "highest",
+    "F32_F32_F32": "highest",
+}
 # The model's own rounding error: how much its results change if weights and inputs change by an ulp
 # or two, in this many draws. The mesh may be off by this many times that. In half precision, a mesh
 # also rounds the sum of every device before adding them up, and one device does not: among 200
@@ -31,9 +41,9 @@ _DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 _LEAST = 1e-2
 
 
-def is_exact() -> bool:
-    """Whether JAX is configured to compute products of float32 in full precision."""
-    return str(jax.config.jax_default_matmul_precision) in _EXACT
+def precision() -> str:
+    """How JAX is configured to compute products of float32: `"default"`, `"high"`, `"highest"`."""
+    return _PRECISIONS.get(str(jax.config.jax_default_matmul_precision), "default")
 
 
 def tolerance(platform: str, dtype: str = "float32") -> float:
@@ -44,8 +54,9 @@ def tolerance(platform: str, dtype: str = "float32") -> float:
     """
     if dtype in ("bfloat16", "float16"):
         return _BFLOAT16
-    exact = is_exact()
-    return _FLOAT32.get((platform, exact), _OTHERS[exact])
+    if platform == "cpu":
+        return _ON_CPU
+    return _EXACT if precision() == "highest" else _ROUNDED
 
 
 def is_half(model: keras.Model) -> bool:

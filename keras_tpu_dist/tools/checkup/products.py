@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
+from keras_tpu_dist.tools.checkup.bounds import precision
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
     RIGHT,
@@ -36,21 +37,6 @@ _LOST = {
 }
 # The next shorter dtype, and the relative error from rounding an operand to it.
 _SHORTER = {"float32": ("bfloat16", _U16), "bfloat16": ("float8_e4m3fn", 2.0**-4)}
-# Names that `jax.default_matmul_precision` takes.
-_WORDS = {
-    "default": "default",
-    "fastest": "default",
-    "bfloat16": "default",
-    "tensorfloat32": "high",
-    "high": "high",
-    "BF16_BF16_F32_X3": "high",
-    "TF32_TF32_F32": "high",
-    "highest": "highest",
-    "float32": "highest",
-    "BF16_BF16_F32_X6": "highest",
-    "BF16_BF16_F32_X9": "highest",
-    "F32_F32_F32": "highest",
-}
 
 
 @dataclass(frozen=True)
@@ -84,9 +70,9 @@ def kinds(platform: str) -> list[Kind]:
     Args:
         platform: `"tpu"`, `"cpu"` or `"gpu"`.
     """
-    precision = _WORDS.get(str(jax.config.jax_default_matmul_precision or "default"), "default")
-    lost = _LOST.get((platform, precision), 0.0)
-    passes = {"default": "1 bfloat16 pass", "high": "3 passes", "highest": "6 passes"}[precision]
+    configured = precision()
+    lost = _LOST.get((platform, configured), 0.0)
+    passes = {"default": "1 bfloat16 pass", "high": "3 passes", "highest": "6 passes"}[configured]
     words = f"float32 ({passes})" if platform == "tpu" else "float32"
     found = [Kind(words, "float32", "float32", None, lost)]
     if platform != "cpu":

@@ -4,6 +4,7 @@ Every device is measured alone, then compared with the chip's specification and 
 devices. Slow measurements are repeated, so that a busy moment does not raise an alarm.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,13 +114,12 @@ def _measured(bench: Bench, name: str, loads: Mapping[str, Load]) -> CheckPart:
     words: list[str] = []
     problems: list[Problem] = []
     share = _SHARE.get(bench.platform, _SHARE_ELSEWHERE)
+
+    def rate(load: Load, device: Any) -> float:
+        return load.work / _best(bench, load.job, load.program, *load.args(device))
+
     for kind, load in loads.items():
-        once = {
-            str(device.id): lambda of=load, on=device: (
-                of.work / _best(bench, of.job, of.program, *of.args(on))
-            )
-            for device in bench.local
-        }
+        once = {str(device.id): functools.partial(rate, load, device) for device in bench.local}
         every, slow = _rates(bench, f"rates of {load.job}", once, share)
         middle = median(every.values())
         figures[kind] = every
@@ -210,7 +210,7 @@ def transfers(bench: Bench) -> CheckPart:
 
     figures, words, problems = {}, [], []
     for name, measure in (("to a device", to_device), ("back", from_device)):
-        once = {str(device.id): lambda of=measure, on=device: of(on) for device in bench.local}
+        once = {str(device.id): functools.partial(measure, device) for device in bench.local}
         every, slow = _rates(bench, f"transfers {name}", once, share)
         figures[name] = every
         words.append(f"{median(every.values()) / 1e9:.1f} GB/s {name}")
@@ -279,7 +279,7 @@ def _between(bench: Bench) -> tuple[dict[str, float], list[Problem]]:
     """The rates of copies from every device to the next along every axis, within a process."""
     number = 2**24 if bench.platform == "tpu" else 2**20
     once = {
-        f"{one.id} to {other.id}": lambda a=one, b=other: _copied(bench, a, b, number)
+        f"{one.id} to {other.id}": functools.partial(_copied, bench, one, other, number)
         for one, other in _neighbours(bench)
     }
     share = _SHARE_OF_LINKS.get(bench.platform, _SHARE_OF_COPIES)

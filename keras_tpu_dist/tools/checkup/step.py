@@ -151,8 +151,11 @@ def _selection(model: keras.Model, gradients: bool) -> Callable[[Any, Any], tupl
         if "loss" in logs:
             names, found = ["the loss"], [logs["loss"]]
         if gradients:
-            slots = _slots(model, groups[2], after[2])
-            chosen = [("the gradient of ", [v for v, _ in slots], [g for _, g in slots])]
+            reader: Any = model.optimizer
+            values = dict(zip(map(id, groups[2]), after[2], strict=True))
+            weights = model.trainable_variables
+            slots = [values[id(reader.stored[id(weight)])] for weight in weights]
+            chosen = [("the gradient of ", weights, slots)]
         else:
             chosen = [("", groups[0], after[0])]
         chosen.append(("", groups[1], after[1]))
@@ -162,17 +165,6 @@ def _selection(model: keras.Model, gradients: bool) -> Callable[[Any, Any], tupl
         return names, found
 
     return select
-
-
-def _slots(model: keras.Model, variables: list, arrays: list) -> list[tuple[Any, Any]]:
-    """The weights with the arrays of their gradients."""
-    reader: Any = model.optimizer
-    places = {id(variable): n for n, variable in enumerate(variables)}
-    return [
-        (weight, arrays[places[id(reader.stored[id(weight)])]])
-        for weight in model.trainable_variables
-        if id(weight) in reader.stored
-    ]
 
 
 def _expected(

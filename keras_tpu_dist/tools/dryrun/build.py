@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.export
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import one_of, require
+from keras_tpu_dist.common.checks import one_of
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.common.sizes import bytes_per_device
@@ -90,17 +90,43 @@ class WholeRows:
     kernels: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """A step ready for a compiler.
+@dataclass(frozen=True, kw_only=True)
+class ToCompile:
+    """A program, and what a compiler gets with it.
 
     Args:
-        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
         program: The pickled `jax.export.Exported`, arguments flattened to `(state, batch)`.
         donate: Whether the state's buffers are reused for the new state.
         devices: The mesh's devices, in order.
         topology: The slice, or `None` if the mesh is not a TPU slice.
-        platform: The platform it was lowered for, `"tpu"` or `"cpu"`.
+        optional_options: Names of the options that the strategy chose itself; if a compiler refuses
+            them, it compiles without.
+        whole: The step with whole rows, if it has assigned layers.
+    """
+
+    program: bytes
+    donate: bool
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[Any, ...]
+    topology: Topology | None
+    compiler_options: Mapping[str, Any] | None = None
+    optional_options: tuple[str, ...] = ()
+    whole: WholeRows | None = None
+
+    def without_exchange(self, text: str) -> Self | None:
+        """The step with whole rows, if a compiler's program exchanges some in a branch."""
+        whole = self.whole
+        if whole is None or not exchanges.exchanged_in_branches(text, dict(self.axes), whole.taken):
+            return None
+        return replace(self, program=whole.program)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered(ToCompile):
+    """A step ready for a compiler, and what its report says beside the compiler's answer.
+
+    Args:
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
         tokens: Elements of the first integer input that has a time axis, else 0.
         overstated: Whether the program has loops or convolutions. Quick compilation reports up to
             three times too much memory for these.
@@ -109,21 +135,12 @@ class Lowered:
         model_flops: Operations of the matrix products on all devices; for training, three times
             those of the forward pass, without recomputation.
         hidden_flops: Those of them that causal masks hide.
-        optional_options: Names of the options that the strategy chose itself; if a compiler refuses
-            them, it compiles without.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
         calibration: Measurements on such chips; the chip of `topology` has their rates.
         levers: What could be changed, for training.
-        whole: The step with whole rows, if it has assigned layers.
     """
 
     mode: str
-    program: bytes
-    donate: bool
-    axes: tuple[tuple[str, int], ...]
-    devices: tuple[Any, ...]
-    topology: Topology | None
-    platform: str
     state: StateBytes
     parameters: int
     rows: int
@@ -137,20 +154,10 @@ class Lowered:
     notes: tuple[str, ...] = ()
     model_flops: float = 0.0
     hidden_flops: float = 0.0
-    compiler_options: Mapping[str, Any] | None = None
-    optional_options: tuple[str, ...] = ()
     tokens_loop: TokenLoop | None = None
     calibration: Calibration | None = None
-    launch: "Launch | None" = None
+    launch: Launch | None = None
     levers: Levers | None = None
-    whole: "WholeRows | None" = None
-
-    def without_exchange(self, text: str) -> "Lowered | None":
-        """The step with whole rows, if a compiler's program exchanges some in a branch."""
-        whole = self.whole
-        if whole is None or not exchanges.exchanged_in_branches(text, dict(self.axes), whole.taken):
-            return None
-        return replace(self, program=whole.program)
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
         """The same step with the measured rates."""
@@ -278,7 +285,6 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
         The model and the batch, of `jax.ShapeDtypeStruct`.
     """
     build, strategy, mode = step.build, step.strategy, step.mode
-    require("a dry run", MODE, mode=mode)
     check_batch_size(step.batch_size, strategy)
     rows = operator.index(step.batch_size)
     with contextlib.ExitStack() as stack:
@@ -456,7 +462,7 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
 def of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
     """The slice, and the strategy's options for the compiler; none if CPU devices replace it."""
     topology = strategy.topology or of_devices(strategy.mesh.devices)
-    found = {"platform": platform, "topology": topology if platform == "tpu" else None}
+    found = {"topology": topology if platform == "tpu" else None}
     if strategy.mesh.devices.flat[0].platform != platform:
         return found
     optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)

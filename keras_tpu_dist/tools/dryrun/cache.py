@@ -76,7 +76,8 @@ class Cache:
             entry = json.loads(gzip.decompress(path.read_bytes()))
             if entry["key"] != key:
                 raise ValueError("it belongs to another program")
-            os.utime(path)
+            with contextlib.suppress(OSError):  # a folder that others may only read
+                os.utime(path)
             return entry["value"]
         except FileNotFoundError:
             return None

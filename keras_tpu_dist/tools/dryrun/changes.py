@@ -23,6 +23,7 @@ from keras_tpu_dist.programs.head.step import (
     described,
 )
 from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.tools.dryrun.figures import Estimate
 from keras_tpu_dist.tools.hlo import ProgramCost
 from keras_tpu_dist.training.flops import count_tokens
 from keras_tpu_dist.training.protocol import Strategy
@@ -250,16 +251,17 @@ def _recurrent(layers: list) -> Iterator[tuple[str, float]]:
 
 def what_to_change(run: "DryRun", levers: Levers) -> tuple[Change, ...]:
     """The changes that bring most, by counts."""
-    if run.mode != "train" or run.limit_bytes is None or run.cost is None or not run.memory:
+    cost, e = run.cost, run.estimate
+    if run.mode != "train" or run.limit_bytes is None or cost is None or not run.memory:
         return ()
     room = run.limit_bytes * _FILLED
     if run.fits:
-        crowded = run.total_bytes > room
-        found = [*(_smaller(run, levers) if crowded else ()), *_faster(run, levers)]
+        found = _smaller(run, levers) if run.total_bytes > room else []
+        found += [] if e is None else _faster(run, levers, cost, e, room)
     else:
-        found = list(_smaller(run, levers))
+        found = _smaller(run, levers)
         if all(change.after > room for change in found):
-            more = [*_fewer_rows(run), *_larger_slice(run, levers)]
+            more = [*_fewer_rows(run, room), *_larger_slice(run, levers)]
             found = [*found[: MOST_CHANGES - len(more)], *more]
             found.sort(key=lambda change: change.after > room)
     return tuple(found[:MOST_CHANGES])
@@ -299,18 +301,17 @@ def _activations(run: "DryRun") -> int:
     return temporaries - min(temporaries, run.state.weights)
 
 
-def _faster(run: "DryRun", levers: Levers) -> Iterator[Change]:
+def _faster(
+    run: "DryRun", levers: Levers, cost: ProgramCost, e: Estimate, room: float
+) -> Iterator[Change]:
     """Changes that make a step shorter, or do more in it."""
-    cost, e = run.cost, run.estimate
-    if cost is None or e is None:
-        return
     if levers.recurrent:
         yield _converted(cost, levers.recurrent)
     if e.span[1] < _SHORT_STEP:
         if levers.steps == 1:
             line = f"model.compile(..., steps_per_execution={_STEPS})"
             yield Change("steps", "launches", _STEPS, 1, line, _STEPS)
-        yield from _more_rows(run, levers)
+        yield from _more_rows(run, levers, cost, e, room)
         return
     # Activations are halved. Weights, their gradients and update, and the loss stay in float32.
     wide = sum(c.float32_bytes for c in cost.layers if {*c.layer.split("/")} & levers.in_float32)
@@ -318,7 +319,7 @@ def _faster(run: "DryRun", levers: Levers) -> Iterator[Change]:
     if halved >= _WORTH * cost.hbm_bytes and e.bound in ("HBM", "kernels"):
         after = cost.hbm_bytes - halved
         yield Change("bfloat16", "HBM traffic", cost.hbm_bytes, after, _IN_BFLOAT16)
-    yield from _more_rows(run, levers)
+    yield from _more_rows(run, levers, cost, e, room)
 
 
 def _converted(cost: ProgramCost, layers: Mapping[str, float]) -> Change:
@@ -337,14 +338,13 @@ def _converted(cost: ProgramCost, layers: Mapping[str, float]) -> Change:
     return Change("convert", "HBM traffic", cost.hbm_bytes or 1, read, line)
 
 
-def _more_rows(run: "DryRun", levers: Levers) -> Iterator[Change]:
+def _more_rows(
+    run: "DryRun", levers: Levers, cost: ProgramCost, e: Estimate, room: float
+) -> Iterator[Change]:
     """A larger batch, if much of a step does not depend on the rows."""
-    cost, e = run.cost, run.estimate
-    if cost is None or e is None or run.limit_bytes is None:
-        return
-    per_row = _activations(run) + run.state.inputs
-    room = (run.limit_bytes * _FILLED - run.total_bytes) / max(1, per_row)
-    times = min(2 ** int(math.log2(room + 1)) if room > 0 else 1, _LARGEST_TIMES)
+    of_rows = _activations(run) + run.state.inputs
+    more = (room - run.total_bytes) / max(1, of_rows)
+    times = min(2 ** int(math.log2(more + 1)) if more > 0 else 1, _LARGEST_TIMES)
     # Gradients are summed, and weights updated, once in a step of any size.
     sums = sum(
         c.total_seconds
@@ -364,11 +364,10 @@ def _more_rows(run: "DryRun", levers: Levers) -> Iterator[Change]:
         yield Change("batch", "rows per second", now, after, line, rows)
 
 
-def _fewer_rows(run: "DryRun") -> Iterator[Change]:
+def _fewer_rows(run: "DryRun", room: float) -> Iterator[Change]:
     """A smaller batch, if the rest fits."""
     total, of_rows = run.breakdown_bytes, _activations(run) + run.state.inputs
-    room = (run.limit_bytes or 0) * _FILLED - (total - of_rows)
-    rows = int(room / max(1.0, of_rows / run.batch_size))
+    rows = int((room - (total - of_rows)) / max(1.0, of_rows / run.batch_size))
     if rows >= 1 and run.batch_size > rows >= run.devices:
         after = total - of_rows + rows * of_rows / run.batch_size
         yield Change("batch", "memory", total, after, f"batch_size={rows}", rows)

@@ -13,16 +13,16 @@ from typing import Any
 
 import jax
 
-from keras_tpu_dist.common.errors import message, runtime_error
+from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.hardware.calibration import Calibration
-from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.show.progress import excused
 from keras_tpu_dist.tools.dryrun import worker
-from keras_tpu_dist.tools.dryrun.build import Lowered
+from keras_tpu_dist.tools.dryrun.build import ToCompile
 from keras_tpu_dist.tools.dryrun.cache import Cache, key_of
+from keras_tpu_dist.tools.dryrun.state_bytes import total_of
 
 # Quick against exact on v5e:2x4 (benchmarks/dry_run.py): a 12-layer transformer 31 and 90 CPU
 # seconds, peak memory 2.57 and 2.74 GiB, cycles 2.5 times; two LSTM layers 5 and 16 CPU seconds,
@@ -76,9 +76,8 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """HBM that the program needs on one device: arguments, new outputs, temporaries."""
-        m = self.memory
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+        """HBM that the program needs on one device."""
+        return total_of(self.memory)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> dict[str, Any]:
+def job_of(lowered: ToCompile, effort: str, topology: Topology | None = None) -> dict[str, Any]:
     """What the separate process is to compile.
 
     Args:
@@ -136,7 +135,7 @@ def job_of(lowered: Lowered, effort: str, topology: Topology | None = None) -> d
 
 
 def run_compiler(
-    lowered: Lowered, job: dict[str, Any], timeout: float, where: str
+    lowered: ToCompile, job: dict[str, Any], timeout: float, where: str
 ) -> tuple[dict[str, Any], str]:
     """Runs the compiler once.
 
@@ -162,7 +161,7 @@ def run_compiler(
 
 
 def compile_lowered(
-    lowered: Lowered,
+    lowered: ToCompile,
     *,
     effort: str = "quick",
     timeout: float,
@@ -228,7 +227,7 @@ def _cached(entry: Any) -> Compiled | None:
 _ABOUT_OPTIONS = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "No such compile option")
 
 
-def _fix_of(error: str, lowered: Lowered) -> str:
+def _fix_of(error: str, lowered: ToCompile) -> str:
     given = {
         name: value
         for name, value in (lowered.compiler_options or {}).items()
@@ -245,7 +244,7 @@ def _fix_of(error: str, lowered: Lowered) -> str:
     )
 
 
-def larger_twin(lowered: Lowered) -> Topology | None:
+def larger_twin(lowered: ToCompile) -> Topology | None:
     """The slice with as many devices and the most memory per device, to size what does not fit.
 
     Returns:
@@ -294,7 +293,7 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _place(device: object) -> tuple[int, ...]:
-    if isinstance(device, CompileOnlyDevice) or hasattr(device, "coords"):
+    if hasattr(device, "coords"):
         slice_index = getattr(device, "slice_index", None) or 0
         return (slice_index, *device.coords, device.core_on_chip)
     return (device.id,)
@@ -328,24 +327,16 @@ def run_job(
             timeout=timeout,
         )
         if code is None:
-            raise RuntimeError(_took_too_long(where, timeout))
+            raise runtime_error(
+                "The compiler must finish within the timeout.",
+                received=f"timeout={timeout:g} seconds, compiling for {where}.",
+                fix='Pass a longer timeout=..., or effort="quick", or a model with fewer layers.',
+            )
         log = Path(log_path).read_text(errors="replace")
-        if not os.path.exists(result_path):
-            raise RuntimeError(_aborted(where, code, log))
-        return pickle.loads(Path(result_path).read_bytes()), log
-
-
-def _took_too_long(where: str, timeout: float) -> str:
-    return message(
-        "The compiler must finish within the timeout.",
-        received=f"timeout={timeout:g} seconds, compiling for {where}.",
-        fix='Pass a longer timeout=..., or effort="quick", or a model with fewer layers.',
-    )
-
-
-def _aborted(where: str, code: int, log: str) -> str:
+        if os.path.exists(result_path):
+            return pickle.loads(Path(result_path).read_bytes()), log
     last = " | ".join(line for line in log.strip().splitlines()[-6:] if line.strip())
-    return message(
+    raise runtime_error(
         "The compiling process must not end before it has an answer.",
         received=f"exit code {code}, compiling for {where}. Its last output: {last or '(none)'}.",
         fix="Exit code -9 means that the machine ran out of memory; -6 is an abort inside the "

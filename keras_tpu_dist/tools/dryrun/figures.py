@@ -68,16 +68,16 @@ class Estimate:
     exposed_link: float
     step: float
     bound: str
-    dcn: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    kernels_low: float = 0.0
-    kernels_high: float = 0.0
+    dcn: float
+    low: float
+    high: float
+    kernels_low: float
+    kernels_high: float
 
     @property
     def span(self) -> tuple[float, float]:
-        """From `low` to `high`; `step` twice if no range is known."""
-        return (self.low, self.high) if self.high else (self.step, self.step)
+        """From `low` to `high`."""
+        return self.low, self.high
 
     @property
     def span_words(self) -> str:
@@ -86,9 +86,8 @@ class Estimate:
 
     @property
     def kernels_span(self) -> tuple[float, float]:
-        """The range of `kernels`; itself twice where none is known."""
-        low, high = self.kernels_low, self.kernels_high
-        return (low, high) if high else (self.kernels, self.kernels)
+        """The range of `kernels`."""
+        return self.kernels_low, self.kernels_high
 
 
 def estimate(

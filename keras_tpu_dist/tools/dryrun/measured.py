@@ -19,7 +19,7 @@ from keras_tpu_dist.show.text import duration_text, span_text
 from keras_tpu_dist.tools.dryrun.figures import Estimate
 from keras_tpu_dist.tools.hlo import ProgramCost
 from keras_tpu_dist.tools.hlo.collectives import KINDS, find
-from keras_tpu_dist.tools.hlo.layers import OTHER, Attribution
+from keras_tpu_dist.tools.hlo.layers import layers_of
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, parse
 from keras_tpu_dist.training.profiles import MANIFEST
 
@@ -150,8 +150,7 @@ class Comparison(Report):
         title = f"{self.profile._title()}; dry run for {self.compiled_for}"
         if self.step_range is None:
             return f"{title}, without times"
-        low, high = map(duration_text, self.step_range)
-        span = low if low == high else f"{low} to {high}"
+        span = span_text(*self.step_range, duration_text)
         return f"{title}, effort {self.effort}: {span}, estimate"
 
     def _lines(self) -> list[str]:
@@ -341,8 +340,7 @@ class _Traced:
         self.seconds = float(described["seconds"])
         self.platform = str(described["platform"])
         self.device_kind = str(described["device_kind"])
-        self.devices = described["devices"]
-        self._attribution = Attribution(described["layers"])
+        self._layer_of = layers_of(described["layers"])
         self._programs = frozenset(described["programs"].values())
         self._instructions = _instructions(folder)
         self.layers: dict[str, float] = defaultdict(float)
@@ -363,7 +361,7 @@ class _Traced:
                 self.collectives[known.collective] += seconds
                 continue
             op_name = str(stats.get("tf_op", "")).rstrip(":") or known.op_name
-            self.layers[self._attribution.layer(op_name) if op_name else OTHER] += seconds
+            self.layers[self._layer_of(op_name)] += seconds
 
 
 def _trace(file: Path) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 
 _TEXT_RANK = 3
@@ -34,22 +34,15 @@ def filled(
         if sequence_length is not None:
             raise _nothing_to_fill(sequence_length, leaves, names)
         return batch
-    times = [_is_time(leaf, open_) for leaf, open_ in zip(leaves, sizes)]
     if sequence_length is not None:
-        shown = [_shown(n, leaf) for n, leaf, time in zip(names, leaves, times) if time]
-        if shown:
-            notes.append(
-                f"sequence_length={sequence_length} is the open size of {', '.join(shown)}"
-            )
-        leaves = [
-            _with_sizes(leaf, open_, sequence_length) if time else leaf
-            for leaf, open_, time in zip(leaves, sizes, times)
-        ]
-    still = [
-        open_ if sequence_length is None or not time else () for open_, time in zip(sizes, times)
-    ]
-    if any(still):
-        raise _open_sizes(leaves, names, still)
+        times = [n for n, open_ in enumerate(sizes) if _is_time(leaves[n], open_)]
+        if times:
+            shown = ", ".join(_shown(names[n], leaves[n]) for n in times)
+            notes.append(f"sequence_length={sequence_length} is the open size of {shown}")
+        for n in times:
+            leaves[n], sizes[n] = _with_sizes(leaves[n], sizes[n], sequence_length), ()
+    if any(sizes):
+        raise _open_sizes(leaves, names, sizes)
     return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, leaves))
 
 
@@ -81,12 +74,10 @@ def _shown(name: str, leaf: Any) -> str:
 
 def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> ValueError:
     shapes = ", ".join(f"{n}{tuple(getattr(a, 'shape', ()))}" for n, a in zip(names, leaves))
-    return ValueError(
-        message(
-            "sequence_length fills open sizes of inputs, and none is open.",
-            received=f"sequence_length={sequence_length} for {shapes}.",
-            fix="Leave it out, or give x with the sizes that you want.",
-        )
+    return value_error(
+        "sequence_length fills open sizes of inputs, and none is open.",
+        received=f"sequence_length={sequence_length} for {shapes}.",
+        fix="Leave it out, or give x with the sizes that you want.",
     )
 
 
@@ -99,11 +90,9 @@ def _open_sizes(leaves: list, names: list[str], still: list[tuple[int, ...]]) ->
     times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still))
     length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
     own = " and ".join({n.partition("[")[0]: 0 for n, open_ in zip(names, still) if open_})
-    return ValueError(
-        message(
-            "A dry run needs known sizes, but a size of an input is open.",
-            received=f"{'; '.join(found)}.",
-            fix=f"Give {length}{own} with your own sizes: arrays, or "
-            "jax.ShapeDtypeStruct(shape, dtype).",
-        )
+    return value_error(
+        "A dry run needs known sizes, but a size of an input is open.",
+        received=f"{'; '.join(found)}.",
+        fix=f"Give {length}{own} with your own sizes: arrays, or "
+        "jax.ShapeDtypeStruct(shape, dtype).",
     )

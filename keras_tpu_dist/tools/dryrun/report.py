@@ -25,7 +25,7 @@ from keras_tpu_dist.tools.dryrun.page import (
     remarks,
     said,
 )
-from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
+from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes, total_of
 from keras_tpu_dist.tools.hlo import Buffer, ProgramCost
 from keras_tpu_dist.tools.hlo.analysis import LayerCost
 
@@ -221,10 +221,7 @@ class DryRun(Page):
     @property
     def breakdown_bytes(self) -> int:
         """The sum of `memory`: `total_bytes`, or the bytes on the slice `sized_on`."""
-        m = self.memory
-        if not m:
-            return 0
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+        return total_of(self.memory)
 
     @property
     def largest_buffers(self) -> tuple[Buffer, ...]:
@@ -424,15 +421,15 @@ class DryRun(Page):
         if e is None:
             return
 
-        def over(amount: float, text: Callable[[float], str]) -> str:
-            return span_text(*_over(e, amount), text)
+        def span(rate: float, text: Callable[[float], str]) -> str:
+            return span_text(*_range_of(e, rate), text)
 
-        yield "matrix units busy", over(e.compute, _percent)
+        yield "matrix units busy", span(e.compute / e.step, _percent)
         if self.mfu and self.mfu_causal:
             doubts = _DOUBTS if self.mfu > _MFU_IN_DOUBT else ""
-            yield "model FLOPs utilisation", over(self.mfu * e.step, _percent) + doubts
+            yield "model FLOPs utilisation", span(self.mfu, _percent) + doubts
             if self.hidden_flops:
-                yield "with half of causal attention", over(self.mfu_causal * e.step, _percent)
+                yield "with half of causal attention", span(self.mfu_causal, _percent)
         if self.prompt_range is not None:
             yield "prompts, before the first token", span_text(*self.prompt_range, duration_text)
         if self.token_limit_s is not None:
@@ -443,11 +440,10 @@ class DryRun(Page):
             )
             yield "weights and cache read once", limit
         if self.samples_per_second is not None:
-            yield "samples per second", over(self.samples_per_second * e.step, _whole)
+            yield "samples per second", span(self.samples_per_second, _whole)
         if self.tokens_per_second:
-            amount = self.tokens_per_second * e.step
-            each = over(amount / self.devices, _whole)
-            yield "tokens per second", f"{over(amount, _whole)}, {each} a device"
+            each = span(self.tokens_per_second / self.devices, _whole)
+            yield "tokens per second", f"{span(self.tokens_per_second, _whole)}, {each} a device"
 
 
 # MaxText's best published rows are at 72 % (v5p, 32B), and at 39 % with 131,072 tokens a row.
@@ -457,9 +453,10 @@ _DOUBTS = (
 )
 
 
-def _over(e: Estimate, amount: float) -> tuple[float, float]:
-    """An amount of a step in each second, at least and at most."""
-    return amount / e.span[1], amount / e.span[0]
+def _range_of(e: Estimate, rate: float) -> tuple[float, float]:
+    """A rate at the estimated time of a step, at least and at most."""
+    low, high = e.span
+    return rate * e.step / high, rate * e.step / low
 
 
 def _ranges(run: DryRun) -> dict[str, tuple[float, float]]:
@@ -471,7 +468,7 @@ def _ranges(run: DryRun) -> dict[str, tuple[float, float]]:
     for name in ("mfu", "mfu_causal", "samples_per_second", "tokens_per_second"):
         value = getattr(run, name)
         if value is not None:
-            found[name] = _over(e, value * e.step)
+            found[name] = _range_of(e, value)
     if run.prompt_range is not None:
         found["prompt_s"] = run.prompt_range
     return found

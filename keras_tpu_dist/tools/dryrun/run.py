@@ -32,7 +32,7 @@ from keras_tpu_dist.tools.dryrun.inputs import Inputs, check_asked
 from keras_tpu_dist.tools.dryrun.largest import find_largest
 from keras_tpu_dist.tools.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.tools.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
-from keras_tpu_dist.tools.hlo.layers import Attribution
+from keras_tpu_dist.tools.hlo.layers import layers_of
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -186,7 +186,6 @@ def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
     Args:
         cache: The cache of compilations; with it, equal programs do not differ in source lines.
     """
-    check_asked(step.build, step.strategy)
     for_tpu = has_libtpu() and _is_tpu(step.strategy)
     with contextlib.nullcontext() if cache is None else without_source_lines():
         lowered = lower(step, "tpu" if for_tpu else "cpu")
@@ -263,10 +262,9 @@ def _report(
     cost = _cost(lowered, measured, sized) if loop is None else loop.round
     times = _estimated(lowered, cost, verdict)
     of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
-    limit_bytes = 0 if loop is None else _read_bytes(lowered, loop)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
-    total = stated[0] if stated else measured.total_bytes if measured.memory else 0
-    layer = Attribution(lowered.layer_names).layer
+    total = stated[0] if stated else measured.total_bytes
+    layer_of = layers_of(lowered.layer_names)
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
     notes += _beside_the_step(lowered, topology)
@@ -288,7 +286,7 @@ def _report(
         tokens=lowered.tokens,
         error=verdict.error,
         sized_on=sized_on,
-        rematerialized=tuple(dict.fromkeys(layer(n) for n in verdict.rematerialized)),
+        rematerialized=tuple(dict.fromkeys(map(layer_of, verdict.rematerialized))),
         build_seconds=lowered.seconds,
         compile_seconds=sum(c.seconds for c in compiled),
         compile_cpu_seconds=sum(c.cpu_seconds for c in compiled),
@@ -305,7 +303,7 @@ def _report(
         prompt_s=None if of_prompt is None else of_prompt.step,
         prompt_range=None if of_prompt is None else of_prompt.span,
         steps=lowered.steps,
-        token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
+        token_limit_s=_token_limit_s(lowered, loop),
     )
     levers = lowered.levers
     return run if levers is None else replace(run, changes=what_to_change(run, levers))
@@ -360,9 +358,12 @@ def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) 
     return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
 
 
-def _read_bytes(lowered: Lowered, loop: LoopCost) -> int:
-    """Bytes that a device reads for a token if it reads weights and caches once."""
-    return lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
+def _token_limit_s(lowered: Lowered, loop: LoopCost | None) -> float | None:
+    """Seconds that a device needs for a token if it reads weights and caches once."""
+    tokens, topology = lowered.tokens_loop, lowered.topology
+    if tokens is None or loop is None or topology is None:
+        return None
+    return tokens.read_bytes(loop.carried) / topology.hbm_bandwidth or None
 
 
 def _wire(lowered: Lowered, topology: Topology | None) -> Wire:

@@ -1,5 +1,6 @@
-"""Bytes of a step's state on one device, computed from its layouts."""
+"""Bytes of a step on one device: of its state by its layouts, of its program by the compiler."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -32,6 +33,14 @@ class StateBytes:
     def arguments(self) -> int:
         """The bytes of a step's arguments."""
         return self.lasting + self.metrics + self.inputs
+
+
+def total_of(memory: Mapping[str, int]) -> int:
+    """The sum of a compiler's figures: arguments, new outputs, temporaries, code; 0 without any."""
+    if not memory:
+        return 0
+    new = memory["outputs"] - memory["aliased"]
+    return memory["arguments"] + new + memory["temporaries"] + memory["code"]
 
 
 def state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:

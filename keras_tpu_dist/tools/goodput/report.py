@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_tpu_dist.common import records
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.phases import (
     BUILD,
     INPUT,
@@ -157,10 +157,9 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
         found, left_out = records.read(os.fspath(path))
         full = records.is_full(os.fspath(path))
     except OSError as error:
-        raise ValueError(_no_file(path, str(error))) from error
+        raise _no_file(path, str(error)) from error
     if not found:
-        lines = f"{left_out} invalid line(s)" if left_out else "no line"
-        raise ValueError(_no_file(path, lines))
+        raise _no_file(path, f"{left_out} invalid line(s)" if left_out else "no line")
     # If every host has its launcher, only the one of process 0 counts.
     hosts = {record.get("host") for record in found if record["what"] == records.START}
     run = _Run()
@@ -173,8 +172,8 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
     return GoodputReport(os.fspath(path), wall, seconds, tuple(run.starts), left_out, full)
 
 
-def _no_file(path: Any, found: str) -> str:
-    return message(
+def _no_file(path: Any, found: str) -> ValueError:
+    return value_error(
         "The goodput report needs a file of `launch --goodput FILE` or callbacks.Goodput.",
         received={"path": os.fspath(path), "found": found},
         fix="Pass the path of such a file.",

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_tpu_dist.tools.hlo import collectives, cost, kernels, silent, traffic
 from keras_tpu_dist.tools.hlo.collectives import Collective
-from keras_tpu_dist.tools.hlo.layers import OTHER, Attribution, phase
+from keras_tpu_dist.tools.hlo.layers import LayerOf, layers_of, phase
 from keras_tpu_dist.tools.hlo.loops import Execution, executions
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, Shape, parse
 from keras_tpu_dist.tools.hlo.wire import Wire
@@ -157,28 +157,20 @@ def analyze(
 def _of_a_step(cost_of: ProgramCost, steps: int) -> ProgramCost:
     """The cost of one step of a launch. What runs once a launch counts with its share."""
 
-    def share(number: int) -> int:
-        return round(number / steps)
+    def counts(of: ProgramCost | LayerCost) -> dict[str, Any]:
+        every = {name: count for name, count in vars(of).items() if isinstance(count, int)}
+        return {name: round(count / steps) for name, count in every.items()}
 
-    def of_layer(layer: LayerCost) -> LayerCost:
-        names = ("flops", "hbm_bytes", "cycles", "backward_cycles", "float32_bytes")
-        counts = {name: share(getattr(layer, name)) for name in names}
-        return replace(layer, **counts, link_seconds=layer.link_seconds / steps)
-
-    names = ("flops", "hbm_bytes", "cycles", "kernel_flops", "kernel_bytes", "silent_cycles")
-    counts: dict[str, Any] = {name: share(getattr(cost_of, name)) for name in names}
     return replace(
         cost_of,
-        **counts,
-        flops_by_rate=tuple((rate, share(flops)) for rate, flops in cost_of.flops_by_rate),
-        layers=tuple(map(of_layer, cost_of.layers)),
+        **counts(cost_of),
+        flops_by_rate=tuple((rate, round(flops / steps)) for rate, flops in cost_of.flops_by_rate),
+        layers=tuple(
+            replace(layer, **counts(layer), link_seconds=layer.link_seconds / steps)
+            for layer in cost_of.layers
+        ),
         collectives=tuple(
-            replace(
-                collective,
-                times=collective.times / steps
-                if collective.times % steps
-                else collective.times // steps,
-            )
+            replace(collective, times=collective.times / steps)
             for collective in cost_of.collectives
         ),
     )
@@ -230,16 +222,16 @@ def _cost(
     part: list[Execution] | None = None,
 ) -> ProgramCost:
     """The cost of a program, or of a part of its instructions."""
-    wire, attribution = wire or Wire(()), Attribution(layer_names)
+    wire, layer_of = wire or Wire(()), layers_of(layer_names)
     unknown: tuple[str, ...] = ()
     if part is None:
         runs = executions(program)
         part, unknown = list(runs.executions), runs.unknown_loops
     tallies = _Tallies()
     for run in part:
-        _count_products(program, run, attribution, tallies)
-        _count_memory(program, run, attribution, wire, tallies)
-        _count_collective(program, run, attribution, wire, tallies)
+        _count_products(program, run, layer_of, tallies)
+        _count_memory(program, run, layer_of, wire, tallies)
+        _count_collective(program, run, layer_of, wire, tallies)
     layers = [LayerCost(name, **vars(t)) for name, t in tallies.layers.items()]
     layers.sort(key=lambda c: (c.cycles, c.flops, c.hbm_bytes), reverse=True)
     return ProgramCost(
@@ -249,7 +241,7 @@ def _cost(
         cycles=sum(c.cycles for c in layers),
         layers=tuple(layers),
         collectives=tuple(tallies.collectives.values()),
-        largest_buffers=_largest_buffers(program, part, attribution),
+        largest_buffers=_largest_buffers(program, part, layer_of),
         unknown_loops=unknown,
         kernel_flops=tallies.kernel_flops,
         kernel_bytes=tallies.kernel_bytes,
@@ -259,13 +251,11 @@ def _cost(
     )
 
 
-def _count_products(
-    program: Program, run: Execution, attribution: Attribution, tallies: _Tallies
-) -> None:
+def _count_products(program: Program, run: Execution, layer_of: LayerOf, tallies: _Tallies) -> None:
     for product, rate, flops, passes in cost.matrix_flops(
         program, run.computation, run.instruction
     ):
-        layer = attribution.layer(product.op_name or run.instruction.op_name)
+        layer = layer_of(product.op_name or run.instruction.op_name)
         tallies.layer(layer).flops += flops * run.times
         total = flops * run.times * passes
         tallies.flops_by_rate[rate] = tallies.flops_by_rate.get(rate, 0) + total
@@ -281,7 +271,7 @@ def _count_products(
 
 
 def _count_memory(
-    program: Program, run: Execution, attribution: Attribution, wire: Wire, tallies: _Tallies
+    program: Program, run: Execution, layer_of: LayerOf, wire: Wire, tallies: _Tallies
 ) -> None:
     moved = traffic.hbm_bytes(program, run.computation, run.instruction) * run.times
     cycles = cost.estimated_cycles(run.instruction) * run.times
@@ -293,7 +283,7 @@ def _count_memory(
     if not moved and not cycles:
         return
     op_name = _origin(program, run.instruction)
-    tally = tallies.layer(attribution.layer(op_name) if op_name else OTHER)
+    tally = tallies.layer(layer_of(op_name))
     tally.hbm_bytes += moved
     tally.float32_bytes += round(moved * _float32_share(run.computation, run.instruction))
     tally.cycles += cycles
@@ -309,7 +299,7 @@ def _float32_share(computation: Computation, instruction: Instruction) -> float:
 
 
 def _count_collective(
-    program: Program, run: Execution, attribution: Attribution, wire: Wire, tallies: _Tallies
+    program: Program, run: Execution, layer_of: LayerOf, wire: Wire, tallies: _Tallies
 ) -> None:
     found = collectives.find(program, run.computation, run.instruction)
     if found is None:
@@ -319,7 +309,7 @@ def _count_collective(
     if key in tallies.collectives:
         return
     op_name = _largest_part(program, computation, instruction) or _origin(program, run.instruction)
-    layer = attribution.layer(op_name) if op_name else OTHER
+    layer = layer_of(op_name)
     arrays = [o for o in computation.operands(instruction) if any(s.bytes for s in o.shapes)]
     combined = len(arrays) - 1
     collective = collectives.describe(
@@ -386,7 +376,7 @@ def _largest_part(program: Program, computation: Computation, collective: Instru
 
 
 def _largest_buffers(
-    program: Program, runs: Iterable[Execution], attribution: Attribution, count: int = 8
+    program: Program, runs: Iterable[Execution], layer_of: LayerOf, count: int = 8
 ) -> tuple[Buffer, ...]:
     found: dict[tuple[str, str], Buffer] = {}
     for run in runs:
@@ -395,10 +385,10 @@ def _largest_buffers(
         if i.opcode in _VIEWS or (i.opcode == "parameter" and not is_argument):
             continue
         for shape in i.shapes:
-            if not shape.hbm_bytes or len(found) > 20_000:
+            if not shape.hbm_bytes:
                 continue
             op_name = _origin(program, i)
-            layer = "(input)" if is_argument else attribution.layer(op_name) if op_name else OTHER
+            layer = "(input)" if is_argument else layer_of(op_name)
             text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
             found.setdefault((text, layer), Buffer(shape.bytes, text, layer, i.name))
     return tuple(sorted(found.values(), key=lambda b: b.bytes, reverse=True)[:count])

@@ -1,5 +1,6 @@
 """Collectives of a compiled program: which devices exchange how many bytes over which links."""
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -165,20 +166,23 @@ def describe(
         kind: Its kind, as `find` tells it.
         phase: `"forward"` or `"backward"`.
     """
+    measured = functools.partial(
+        Collective,
+        kind=kind,
+        name=instruction.name,
+        layer=layer,
+        phase=phase,
+        times=times,
+        asynchronous=asynchronous,
+    )
     if instruction.opcode == "send" and wire.topology is not None:
         moved = sum(s.bytes for s in computation.operands(instruction)[0].shapes)
         slices = wire.topology.num_slices
         sent = sent_bytes(kind, moved, slices)
-        return Collective(
-            kind=kind,
-            name=instruction.name,
-            layer=layer,
-            phase=phase,
+        return measured(
             axes=wire.crossing_axes(),
             group_size=slices,
             bytes=moved,
-            times=times,
-            asynchronous=asynchronous,
             network="DCN",
             sent_bytes=sent,
             seconds=sent / wire.topology.dcn_bandwidth,
@@ -198,16 +202,10 @@ def describe(
         axes = tuple(a.removesuffix(" (part)") for a in axes)
     else:
         axes = mesh_axes(groups, wire.axes)
-    return Collective(
-        kind=kind,
-        name=instruction.name,
-        layer=layer,
-        phase=phase,
+    return measured(
         axes=axes,
         group_size=len(groups[0]),
         bytes=whole,
-        times=times,
-        asynchronous=asynchronous,
         network=network,
         sent_bytes=sent,
         seconds=seconds,

@@ -1,6 +1,5 @@
 """The computations of one instruction: matrix operations, and the compiler's cycle estimate."""
 
-import functools
 import re
 from collections.abc import Iterator
 
@@ -118,7 +117,6 @@ def _window(text: str | None, rank: int) -> list[tuple[int, int, int, int]]:
     return list(zip(*(numbers(*n) for n in names)))
 
 
-@functools.lru_cache(maxsize=4096)
 def _positions(
     size: int, kernel: int, out: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH
 
@@ -76,23 +76,24 @@ def phase(op_name: str) -> str:
     return "backward" if "transpose(" in op_name else "forward"
 
 
-class Attribution:
-    """Maps name stacks to the layers of a model.
+# From a name stack to a layer.
+LayerOf = Callable[[str], str]
+
+
+def layers_of(known: Iterable[str] = ()) -> LayerOf:
+    """A function from name stacks to the layers of a model.
 
     Args:
         known: Names of the model's layers, optimizer and so on. Without any, the outermost scope
             counts as the layer.
     """
+    known = frozenset(known)
 
-    def __init__(self, known: Iterable[str] = ()):
-        self._known = frozenset(known)
-        self.layer = functools.lru_cache(maxsize=4096)(self._layer)
+    # Each layer has hundreds of instructions.
+    @functools.lru_cache(maxsize=4096)
+    def layer_of(op_name: str) -> str:
+        scopes = names(op_name, known)
+        places = [i for i, scope in enumerate(scopes) if scope in known]
+        return "/".join(scopes[: places[-1] + 1 if places else 1]) or OTHER
 
-    def _layer(self, op_name: str) -> str:
-        scopes = names(op_name, self._known)
-        if not scopes:
-            return OTHER
-        if not self._known:
-            return scopes[0]
-        known = [i for i, scope in enumerate(scopes) if scope in self._known]
-        return "/".join(scopes[: known[-1] + 1]) if known else scopes[0]
+    return layer_of

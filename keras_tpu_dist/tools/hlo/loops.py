@@ -6,17 +6,17 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH, RARE_LOOP
+from keras_tpu_dist.tools.hlo import collectives
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, size_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Computations called by these run as part of the caller: one kernel, or one scalar function.
-_INLINED = {"fusion", "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
-_COLLECTIVES = ("all-reduce", "reduce-scatter")
-_EVERY_COLLECTIVE = (*_COLLECTIVES, "all-gather", "all-to-all", "collective", "ragged-all-to-all")
-_OFFLOADED = ("call-start", "custom-call-start")
+# Operations whose computations run apart from them. What others call, such as a fusion or a
+# reduction, is one kernel, or one scalar function.
+_CALLS = ("while", "conditional", "call", "async-start", "call-start", "custom-call-start")
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -82,7 +82,8 @@ def _callees(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, float | None]]:
     opcode = instruction.opcode
-    if opcode in _INLINED or opcode.startswith(_COLLECTIVES) or opcode.endswith("-done"):
+    # A collective that is passed to a SparseCore is found in the operation that passes it.
+    if opcode not in _CALLS or collectives.find(program, computation, instruction) is not None:
         return
     called = [program.computations[n] for n in instruction.called if n in program.computations]
     if opcode == "while":
@@ -94,26 +95,9 @@ def _callees(
             batches = _LAST_OF.search(instruction.attributes)
             share = 1 / int(batches[1]) if batches else 1
             yield max(called, key=lambda c: size_of(program, c)), share
-    elif opcode in ("call", "async-start"):
+    else:
         for callee in called:
             yield callee, 1
-    elif opcode in _OFFLOADED:
-        # What a SparseCore computes; the collectives that it carries out are found from here.
-        for callee in called:
-            if not _communicates(program, callee):
-                yield callee, 1
-
-
-def _communicates(program: Program, computation: Computation) -> bool:
-    """Whether a computation that runs beside the main one has a collective in it."""
-    return any(
-        i.opcode.startswith(_EVERY_COLLECTIVE)
-        or (
-            i.opcode in ("fusion", "call", *_OFFLOADED)
-            and any(_communicates(program, program.computations[n]) for n in i.called)
-        )
-        for i in computation
-    )
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
@@ -132,41 +116,56 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
     condition = program.computations.get(loop.called_by("condition") or "")
     body = program.computations.get(loop.called_by("body") or "")
     initial = computation.operands(loop)
-    if condition is None or body is None or not initial or body.root is None:
+    if condition is None or condition.root is None or not initial:
         return None
-    at_start = functools.partial(_tuple_element, program, computation, initial[0], None)
-    after_step = functools.partial(_tuple_element, program, body, body.root, at_start)
-    return _steps(program, condition, at_start, after_step)
-
-
-# gives the integer in element k of a loop's tuple, or None
-_Element = Callable[[int], int | None]
-
-
-def _tuple_element(
-    program: Program, computation: Computation, made: Instruction, outer: _Element | None, k: int
-) -> int | None:
-    if made.opcode != "tuple":
+    if body is None or body.root is None:
         return None
-    elements = computation.operands(made)
-    return _integer(program, computation, elements[k], outer, None) if k < len(elements) else None
+    start = functools.partial(_tuple_element, program, _At(computation, initial[0]))
+    after = functools.partial(_tuple_element, program, _At(body, body.root, start))
+    sides = [_comparison(program, _At(condition, condition.root, of)) for of in (start, after)]
+    return _steps(*sides)
 
 
-def _steps(
-    program: Program, condition: Computation, start: _Element, after: _Element
-) -> int | None:
+class _At(NamedTuple):
+    """An instruction, and what is known where it runs.
+
+    Attributes:
+        element: Gives the integer in an element of the tuple that a loop's computation gets.
+        arguments: The integers that a fusion or a called computation gets.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    element: Callable[[int], int | None] | None = None
+    arguments: tuple[int | None, ...] | None = None
+
+    def operands(self) -> list["_At"]:
+        """The instructions that it reads."""
+        found = self.computation.operands(self.instruction)
+        return [self._replace(instruction=operand) for operand in found]
+
+
+def _tuple_element(program: Program, made: _At, k: int) -> int | None:
+    if made.instruction.opcode != "tuple":
+        return None
+    elements = made.operands()
+    return _integer(program, elements[k]) if k < len(elements) else None
+
+
+_Sides = tuple[str, int, int] | None
+
+
+def _steps(before: _Sides, after: _Sides) -> int | None:
     """How many steps until the condition is false, from its two sides before and after one step.
 
     The distance between the sides changes by the same amount in each step; for a condition such as
     `i > n`, both change sign.
     """
-    sides = _comparison(program, condition, condition.root, start)
-    next_sides = _comparison(program, condition, condition.root, after)
-    if sides is None or next_sides is None:
+    if before is None or after is None:
         return None
-    direction, left, right = sides
+    direction, left, right = before
     distance = left - right
-    change = (next_sides[1] - next_sides[2]) - distance
+    change = (after[1] - after[2]) - distance
     if direction in ("GT", "GE"):
         distance, change = -distance, -change
     if direction in ("LE", "GE"):
@@ -176,77 +175,52 @@ def _steps(
     return max(0, math.ceil(-distance / change))
 
 
-def _comparison(
-    program: Program,
-    computation: Computation,
-    root: Instruction | None,
-    element: _Element | None,
-    arguments: list[int | None] | None = None,
-) -> tuple[str, int, int] | None:
-    """Direction and integer sides of the comparison that `root` is."""
-    if root is None:
+def _comparison(program: Program, root: _At) -> _Sides:
+    """Direction and integer sides of a comparison."""
+    compare = _computing(program, root)
+    if compare.instruction.opcode != "compare":
         return None
-    if root.opcode in ("fusion", "call"):
-        callee = program.computations[root.called[0]]
-        values = [
-            _integer(program, computation, o, element, arguments)
-            for o in computation.operands(root)
-        ]
-        return _comparison(program, callee, callee.root, None, values)
-    if root.opcode in _COPIES:
-        inner = computation.operands(root)[0]
-        return _comparison(program, computation, inner, element, arguments)
-    if root.opcode != "compare":
-        return None
-    sides = [
-        _integer(program, computation, o, element, arguments) for o in computation.operands(root)
-    ]
+    sides = [_integer(program, side) for side in compare.operands()]
     if len(sides) != 2 or sides[0] is None or sides[1] is None:
         return None
-    return root.attribute("direction") or "", sides[0], sides[1]
+    return compare.instruction.attribute("direction") or "", sides[0], sides[1]
 
 
-def _integer(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    element: _Element | None,
-    arguments: list[int | None] | None,
-) -> int | None:
+def _computing(program: Program, at: _At) -> _At:
+    """The instruction that computes a value, behind copies, fusions and calls."""
+    while True:
+        opcode, operands = at.instruction.opcode, at.operands()
+        if opcode in _COPIES and operands:
+            at = operands[0]
+        elif opcode in ("fusion", "call"):
+            callee = program.computations[at.instruction.called[0]]
+            if callee.root is None:
+                return at
+            at = _At(callee, callee.root, None, tuple(_integer(program, o) for o in operands))
+        else:
+            return at
+
+
+def _integer(program: Program, at: _At) -> int | None:
     """The value of a scalar integer instruction, if the text says it."""
-    known = None if arguments is None else tuple(arguments)
-    key = (computation.name, instruction.name, element, known)
-    if key not in program.integers:
-        value = _read_integer(program, computation, instruction, element, arguments)
+    if at not in program.integers:
+        value = _read_integer(program, _computing(program, at))
         # The compiler's integers have at most 64 bits.
-        program.integers[key] = None if value is None or abs(value) >= 2**64 else value
-    return program.integers[key]
+        program.integers[at] = None if value is None or abs(value) >= 2**64 else value
+    return program.integers[at]
 
 
-def _read_integer(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    element: _Element | None,
-    arguments: list[int | None] | None,
-) -> int | None:
-    opcode = instruction.opcode
-    operands = computation.operands(instruction)
+def _read_integer(program: Program, at: _At) -> int | None:
+    opcode, instruction = at.instruction.opcode, at.instruction
     if opcode == "constant":
         text = instruction.operands.strip()
         return int(text) if text.lstrip("-").isdigit() else None
-    if opcode == "parameter" and arguments is not None:
-        return arguments[int(instruction.operands)]
-    if opcode == "get-tuple-element" and element is not None:
-        return element((instruction.integers("index") or [0])[0])
-    if opcode in _COPIES and operands:
-        return _integer(program, computation, operands[0], element, arguments)
-    if opcode in ("fusion", "call"):
-        callee = program.computations[instruction.called[0]]
-        values = [_integer(program, computation, o, element, arguments) for o in operands]
-        root = callee.root
-        return None if root is None else _integer(program, callee, root, None, values)
+    if opcode == "parameter" and at.arguments is not None:
+        return at.arguments[int(instruction.operands)]
+    if opcode == "get-tuple-element" and at.element is not None:
+        return at.element((instruction.integers("index") or [0])[0])
+    operands = at.operands()
     if opcode in _ARITHMETIC and len(operands) == 2:
-        a, b = (_integer(program, computation, o, element, arguments) for o in operands)
+        a, b = (_integer(program, operand) for operand in operands)
         return None if a is None or b is None else _ARITHMETIC[opcode](a, b)
     return None

@@ -130,29 +130,24 @@ class Instruction:
     """One instruction; what is rarely needed is read from its text when asked for."""
 
     # A large program has a million of these.
-    __slots__ = ("_shapes", "_type", "attributes", "name", "opcode", "operands")
+    __slots__ = ("_shapes", "attributes", "name", "opcode", "operands", "type_text")
 
     def __init__(self, name: str, opcode: str, type_text: str, operands: str, attributes: str):
         self.name = name
         self.opcode = opcode
         self.operands = operands
         self.attributes = attributes
-        self._type = type_text
+        self.type_text = type_text
         self._shapes: tuple[Shape, ...] | None = None
 
-    @property
-    def type_text(self) -> str:
-        """The type of the result, as the text has it."""
-        return self._type
-
     def __repr__(self) -> str:
-        return f"%{self.name} = {self._type} {self.opcode}({self.operands})"
+        return f"%{self.name} = {self.type_text} {self.opcode}({self.operands})"
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result, tuples flattened."""
         if self._shapes is None:
-            self._shapes = shapes_of(self._type)
+            self._shapes = shapes_of(self.type_text)
         return self._shapes
 
     @property
@@ -233,10 +228,6 @@ class Computation:
         self.by_name: dict[str, Instruction] = {}
         # What it runs on beside the main core, such as "sparsecore".
         self.thread = ""
-        # Bytes that it reads of a parameter, as far as they were asked for.
-        self.taken: dict[str, int] = {}
-        # Updates that change the parameter they update.
-        self.in_place: set[str] = set()
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions)

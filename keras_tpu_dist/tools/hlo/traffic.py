@@ -1,5 +1,6 @@
 """Bytes an instruction moves to and from HBM: slices, updates in place, tiles and their padding."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -120,20 +121,20 @@ def _fusion_bytes(program: Program, computation: Computation, fusion: Instructio
     inner = program.computations[fusion.called[0]]
     operands = computation.operands(fusion)
     aliases = _aliases(fusion, operands)
-    total = 0
+    total, in_place = 0, set()
     for number, ((root, k), shape) in enumerate(zip(_roots(inner), fusion.shapes)):
         changed = _changed(program, inner, root, k)
         if changed is None or not _is_in_place(changed, number, aliases):
             total += shape.hbm_bytes
             continue
         for where, update, which in changed.updates:
-            where.in_place.add(update.name)
+            in_place.add(update)
             if shape.memory_space == 0:
                 total += _update_bytes(where, update, which, scoped_bytes(fusion))
     for parameter, operand in zip(inner.parameters, operands):
         full = sum(s.hbm_bytes for s in operand.shapes)
         if full:
-            total += min(full, _bytes_taken(program, inner, parameter))
+            total += min(full, _bytes_taken(program, inner, parameter, in_place))
     return total
 
 
@@ -188,14 +189,14 @@ def _behind_views(inner: Computation, instruction: Instruction) -> Instruction:
     return instruction
 
 
-def _bytes_taken(program: Program, inner: Computation, parameter: Instruction) -> int:
-    """Bytes a fused computation reads of a parameter: all, unless it only slices it."""
-    if parameter.name not in inner.taken:
-        inner.taken[parameter.name] = _taken(program, inner, parameter)
-    return inner.taken[parameter.name]
+def _bytes_taken(
+    program: Program, inner: Computation, parameter: Instruction, in_place: set[Instruction]
+) -> int:
+    """Bytes a fused computation reads of a parameter: all, unless it only slices it.
 
-
-def _taken(program: Program, inner: Computation, parameter: Instruction) -> int:
+    Args:
+        in_place: Updates that change the parameter they update.
+    """
     whole = sum(s.window_bytes(s.dims) for s in parameter.shapes)
     if parameter is inner.root:
         return whole
@@ -203,16 +204,16 @@ def _taken(program: Program, inner: Computation, parameter: Instruction) -> int:
     for user in inner.users.get(parameter.name, []):
         operands = user.operand_names
         if user.opcode in _VIEWS:
-            total += _bytes_taken(program, inner, user)
+            total += _bytes_taken(program, inner, user, in_place)
         elif user.opcode in _SLICES and operands[0] == parameter.name:
             total += _slice_bytes(parameter.shapes[0], user)
-        elif user.name in inner.in_place and operands.count(parameter.name) == 1:
+        elif user in in_place and operands.count(parameter.name) == 1:
             # What an update reads of its target is counted with what it writes.
             total += 0 if parameter.name in operands[: len(user.shapes)] else whole
         elif user.opcode == "fusion":
             nested = program.computations[user.called[0]]
             total += sum(
-                _bytes_taken(program, nested, nested.parameters[i])
+                _bytes_taken(program, nested, nested.parameters[i], in_place)
                 for i, name in enumerate(operands)
                 if name == parameter.name
             )
@@ -232,7 +233,7 @@ def _slice_bytes(source: Shape, taken: Instruction) -> int:
     if taken.opcode != "gather":
         return source.window_bytes(out.dims, whole_tiles=False)
     window = tuple(taken.integers("slice_sizes") or [])
-    rows = out.size // max(_product(window), 1)
+    rows = out.size // max(math.prod(window), 1)
     return rows * source.window_bytes(window, whole_tiles=False)
 
 
@@ -287,7 +288,7 @@ def indices_and_window(
     """
     if scatter.opcode == "gather":
         window = tuple(scatter.integers("slice_sizes") or [])
-        return scatter.shapes[0].size // max(_product(window), 1), window
+        return scatter.shapes[0].size // max(math.prod(window), 1), window
     target = scatter.shapes[k]
     updates = computation.operands(scatter)[len(scatter.shapes) + 1 + k].shapes[0]
     given = iter(scatter.integers("update_window_dims") or [])
@@ -298,7 +299,7 @@ def indices_and_window(
     window = tuple(
         1 if axis in inserted else updates.dims[next(given)] for axis in range(len(target.dims))
     )
-    return updates.size // max(_product(window), 1), window
+    return updates.size // max(math.prod(window), 1), window
 
 
 def is_sorted(scatter: Instruction) -> bool:
@@ -314,10 +315,3 @@ def scoped_bytes(instruction: Instruction) -> int:
     """On-chip memory that a kernel of the compiler works in, beside its operands; 0 if unsaid."""
     found = _SCOPED.search(instruction.attributes)
     return int(found[1]) if found else 0
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

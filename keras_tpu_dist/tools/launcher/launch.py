@@ -169,17 +169,6 @@ class _End:
     at: float
     failure: Failure | None = None
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Sorts failures: consequences of other failures last, then by time."""
-        if self.code == EXIT_PEER:
-            return _CONSEQUENCE, self.at
-        if self.failure is None:
-            return 0, self.at - _POLL_S
-        if self.failure.error == END:
-            return _CONSEQUENCE - 1, self.failure.at
-        return int(self.failure.error in _OF_OTHERS), self.failure.at
-
 
 class _Start:
     """One start of all processes.
@@ -289,8 +278,17 @@ class _Start:
         return failed or len(self._ends) == self._number
 
     def _rank(self, end: _End) -> tuple[int, float]:
-        alone = end.failure is None and self._is_aborted(end)
-        return (_CONSEQUENCE + 1, end.at) if alone else end.rank
+        """Sorts failures: consequences of other failures last, then by time."""
+        failure = end.failure
+        if failure is None and self._is_aborted(end):
+            return _CONSEQUENCE + 1, end.at
+        if end.code == EXIT_PEER:
+            return _CONSEQUENCE, end.at
+        if failure is None:
+            return 0, end.at - _POLL_S
+        if failure.error == END:
+            return _CONSEQUENCE - 1, failure.at
+        return int(failure.error in _OF_OTHERS), failure.at
 
     def _is_aborted(self, end: _End) -> bool:
         # JAX aborts a process after another one, with the coordinator, has ended.

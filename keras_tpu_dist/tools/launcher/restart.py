@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common import records
@@ -91,7 +91,6 @@ class _Loop:
     best: int = -1
     fruitless: int = 0
     last: Outcome | None = None
-    _announced: set[str] = field(default_factory=set)
 
     def why_not(self, outcome: Outcome) -> str | None:
         """Why there is no restart, or `None`."""
@@ -116,6 +115,7 @@ class _Loop:
         path = self.restarts.processes_from
         if path is None:
             return before
+        waits = False
         while True:
             try:
                 number = _number_in(path)
@@ -124,8 +124,8 @@ class _Loop:
                 return before
             if number:
                 return number
-            if path not in self._announced:
-                self._announced.add(path)
+            if not waits:
+                waits = True
                 _print(f"waiting until {path} has a number of processes above 0")
             time.sleep(max(self.restarts.backoff_s, _POLL_S))
 

@@ -55,40 +55,33 @@ class Simulated:
 
 
 def execute(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs launches of some programs, one after the other.
+    """Runs launches of a program, one after the other.
 
     Args:
         job: What a `Simulated` needs, and
-            - `"texts"`: the programs, all with the same arguments and results;
+            - `"text"`: the program;
             - `"arguments"`: the arguments of each launch; `None` for one that is a result of the
               launch before;
             - `"carried"`: from such an argument to the result, by their numbers;
             - `"x64"`: whether JAX has 64 bits.
 
     Returns:
-        A dict with `"results"`: for each program the results of its last launch, or its error as
-        text. A result is a pair: the whole array, and the largest difference between devices that
-        hold the same part.
+        A dict with `"results"`, those of the last launch. Each is a pair: the whole array, and the
+        largest difference between devices that hold the same part.
     """
     import jax
 
     jax.config.update("jax_enable_x64", job["x64"])
-    results: list[Any] = []
-    for text in job["texts"]:
-        try:
-            program, found = Simulated(text, job), []
-            for launch in job["arguments"]:
-                found = program.launch(
-                    [
-                        found[job["carried"][number]] if array is None else array
-                        for number, array in enumerate(launch)
-                    ]
-                )
-            results.append(program.whole(found))
-        except Exception as error:
-            # One program of many, as after a pass whose output cannot be run.
-            results.append(f"{type(error).__name__}: {error}")
-    return {"results": results}
+    program = Simulated(job["text"], job)
+    found: list[list[Any]] = []
+    for launch in job["arguments"]:
+        found = program.launch(
+            [
+                found[job["carried"][number]] if array is None else array
+                for number, array in enumerate(launch)
+            ]
+        )
+    return {"results": program.whole(found)}
 
 
 def _whole(parts: list[Any], cuts: list[Any], shape: tuple[int, ...]) -> tuple[Any, float]:

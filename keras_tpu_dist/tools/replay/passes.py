@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,8 +28,8 @@ class Runs(Protocol):
         """Writes the program after each pass into a folder."""
         ...
 
-    def run(self, texts: list[str]) -> list[list[Row] | str]:
-        """Compares the results of programs."""
+    def run(self, text: str) -> list[Row] | str:
+        """Compares the results of a program, or returns why it cannot be run."""
         ...
 
 
@@ -57,8 +58,7 @@ def first_wrong(compiled: Runs) -> WrongPass | None:
     """The first pass after which the program computes something else, by halves.
 
     Returns:
-        The pass, or `None` if no program between the partitioner and the end can be run, or if
-        the program is wrong as soon as it is partitioned.
+        The pass, or `None` if no program between the partitioner and the end can be run.
     """
     with tempfile.TemporaryDirectory(prefix="keras_tpu_dist_") as folder:
         compiled.dumped(folder)
@@ -66,46 +66,39 @@ def first_wrong(compiled: Runs) -> WrongPass | None:
         starts = [n for n, dump in enumerate(dumps) if _partitioned(dump)]
         if not starts:
             return None
-        low, high = starts[0], len(dumps) - 1
-        tried = 0
+        # `None` for a program that cannot be run.
+        known: dict[int, bool | None] = {}
 
         def right(n: int) -> bool | None:
-            nonlocal tried
-            tried += 1
-            try:
-                (rows,) = compiled.run([dumps[n].path.read_text(errors="replace")])
-            except CannotRun:
-                return None
-            return None if isinstance(rows, str) else all(row.equal for row in rows)
+            if n not in known:
+                try:
+                    rows = compiled.run(dumps[n].path.read_text(errors="replace"))
+                    known[n] = None if isinstance(rows, str) else all(row.equal for row in rows)
+                except CannotRun:
+                    known[n] = None
+            return known[n]
 
-        known: dict[int, bool] = {}
+        def first_runnable(places: Iterable[int]) -> int | None:
+            return next((n for n in places if right(n) is not None), None)
 
-        def near(n: int) -> int | None:
-            """A program that can be run, as near as may be, strictly between the two."""
-            for distance in range(_NEAR):
-                for at in {n - distance, n + distance}:
-                    if low < at < high and at not in known:
-                        answer = right(at)
-                        if answer is not None:
-                            known[at] = answer
-                            return at
+        high = len(dumps) - 1
+        low = first_runnable(range(starts[0], min(starts[0] + _NEAR, high)))
+        if low is None:
             return None
-
-        for at in range(low, min(low + _NEAR, high)):
-            answer = right(at)
-            if answer is not None:
-                low = at
-                known[at] = answer
+        if not right(low):
+            return WrongPass("", dumps[low].after, "", len(known), "")
+        while True:
+            middle = (low + high) // 2
+            near = (
+                at for distance in range(_NEAR) for at in (middle - distance, middle + distance)
+            )
+            at = first_runnable(at for at in near if low < at < high)
+            if at is None:
                 break
-        else:
-            return None
-        if not known[low]:
-            return WrongPass("", dumps[low].after, "", tried, "")
-        while (at := near((low + high) // 2)) is not None:
-            low, high = (at, high) if known[at] else (low, at)
+            low, high = (at, high) if right(at) else (low, at)
         names = [dump.after for dump in dumps[low + 1 : high + 1]]
         name = names[0] if len(names) == 1 else " or ".join(dict.fromkeys(names))
-        return WrongPass(name, dumps[low].after, dumps[high].after, tried, _known(names))
+        return WrongPass(name, dumps[low].after, dumps[high].after, len(known), _known(names))
 
 
 def _partitioned(dump: _Dump) -> bool:

@@ -15,14 +15,13 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.tools.checkup.bounds import State, allowed
 from keras_tpu_dist.tools.dryrun.build import (
-    Lowered,
+    ToCompile,
     export_step,
     kernels_of,
     of_platform,
     pickled,
     whole_rows_of,
 )
-from keras_tpu_dist.tools.dryrun.state_bytes import StateBytes
 from keras_tpu_dist.tools.replay.report import Verification
 from keras_tpu_dist.tools.replay.run import (
     Expected,
@@ -60,7 +59,7 @@ def verify_run(
                 strategy, fn, args, kwargs, options, steps, "last", _as_it_is
             )
             run, arguments = program.with_arguments(call, steps)
-            lowered, kernels = lowered_run(strategy, slice_, run, arguments, steps)
+            lowered, kernels = lowered_run(strategy, slice_, run, arguments)
         begin("running on simulated devices")
         # Variables of a mixed policy are float32: the program tells what it computes in.
         half = as_on_chip or "f16[" in str(run.trace(*arguments).jaxpr)
@@ -108,8 +107,8 @@ def _check(strategy: _Strategy, topology: Topology) -> None:
 
 
 def lowered_run(
-    strategy: _Strategy, topology: Topology, run: Any, arguments: tuple, steps: int = 1
-) -> tuple[Lowered, tuple[Any, ...]]:
+    strategy: _Strategy, topology: Topology, run: Any, arguments: tuple
+) -> tuple[ToCompile, tuple[Any, ...]]:
     """A launch of `run`, ready for the compiler, and its hand-written kernels."""
     there = strategy.on_topology(topology, dict(strategy.mesh.shape))
 
@@ -119,21 +118,11 @@ def lowered_run(
         return lambda *given: traced(*jax.tree.leaves(given))
 
     exported = export_step(step(), arguments[0], arguments[1], "tpu")
-    lowered = Lowered(
-        mode="run",
+    lowered = ToCompile(
         program=pickled(exported),
         donate=False,
         axes=tuple(there.mesh.shape.items()),
         devices=tuple(there.mesh.devices.flat),
-        state=StateBytes(weights=0, optimizer=0, metrics=0, inputs=0),
-        parameters=0,
-        rows=0,
-        tokens=0,
-        layer_names=frozenset(),
-        overstated=False,
-        steps=steps,
-        ready_bytes=0,
-        seconds=0.0,
         whole=whole_rows_of(step, arguments, "tpu", exported),
         **of_platform(there, "tpu"),
     )

@@ -873,11 +873,7 @@ class _Rewriter:
 
 
 def _zeros(name: str, shape: Shape) -> Iterator[str]:
-    zero = _zero(shape.dtype)
-    if not shape.dims:
-        yield f"{name} = {shape.dtype}[] constant({zero})"
-        return
-    yield f"{name}.zero = {shape.dtype}[] constant({zero})"
+    yield f"{name}.zero = {shape.dtype}[] constant({_zero(shape.dtype)})"
     yield f"{name} = {_array(shape)} broadcast({name}.zero), dimensions={{}}"
 
 

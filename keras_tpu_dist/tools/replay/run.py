@@ -30,6 +30,7 @@ from keras_tpu_dist.tools.dryrun.build import (
     Build,
     Lowered,
     Subject,
+    ToCompile,
     fresh_optimizer,
     lower,
 )
@@ -326,7 +327,7 @@ class TPUProgram:
 
     def __init__(
         self,
-        lowered: Lowered,
+        lowered: ToCompile,
         expected: Expected,
         kernels: tuple[Any, ...],
         timeout: float,
@@ -399,7 +400,7 @@ class TPUProgram:
         Raises:
             RuntimeError: If it cannot be run.
         """
-        (rows,) = self.run([self._answer["text"]])
+        rows = self.run(self._answer["text"])
         if isinstance(rows, str):
             raise runtime_error(
                 "The TPU's program must run on simulated devices.",
@@ -409,24 +410,22 @@ class TPUProgram:
             )
         return rows
 
-    def run(self, texts: list[str]) -> list[list[Row] | str]:
-        """Runs programs and compares their results.
+    def run(self, text: str) -> list[Row] | str:
+        """Runs a program and compares its results.
 
         Returns:
-            The comparisons of each, or the error of one that cannot be run.
+            The comparisons, or the error of a program that cannot be run.
 
         Raises:
-            CannotRun: If a program has an operation that is not known.
+            CannotRun: If it has an operation that is not known.
         """
         answer, devices = self._answer, [device.id for device in self._lowered.devices]
         number = len(devices)
-        program_texts = [
-            runnable(parse(text), devices, kernels=self._kernels, as_on_chip=self._as_on_chip)
-            for text in texts
-        ]
         job = {
             "script": os.path.abspath(execute.__file__),
-            "texts": program_texts,
+            "text": runnable(
+                parse(text), devices, kernels=self._kernels, as_on_chip=self._as_on_chip
+            ),
             "devices": number,
             "arguments": self._expected.launches,
             "carried": self._expected.carried,
@@ -434,12 +433,7 @@ class TPUProgram:
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
         ran, _ = run_job(job, cpu_environment(number), self._timeout, self._where)
-        if error := ran.get("error"):
-            raise RuntimeError(error)
-        return [
-            result if isinstance(result, str) else self._compared(result)
-            for result in ran["results"]
-        ]
+        return ran.get("error") or self._compared(ran["results"])
 
     def _compared(self, results: list[tuple[Any, float]]) -> list[Row]:
         expected, rows = self._expected, []

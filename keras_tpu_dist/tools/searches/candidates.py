@@ -57,7 +57,7 @@ class Candidate(Printed):
         """Everything except the order of the mesh's axes."""
         return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
 
-    def strategy(self, topology: Topology | None = None) -> TPUStrategy:
+    def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
         """The strategy.
 
         Args:
@@ -124,10 +124,8 @@ def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candi
     for mesh, layout in _layouts(devices, topology):
         axes = tuple(mesh.items())
         # If weights are split over the data axes, so are their slots.
-        slots = (False,) if layout not in (None, "tensor_parallel") or devices == 1 else (0, 1)
-        for shard_optimizer in map(bool, slots):
-            if shard_optimizer and mesh.get("data", 1) == 1:
-                continue
+        whole = layout in (None, "tensor_parallel") and mesh["data"] > 1
+        for shard_optimizer in (False, True) if whole else (False,):
             for policy in POLICIES:
                 yield Candidate(axes, layout, shard_optimizer, policy)
 

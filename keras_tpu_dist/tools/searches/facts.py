@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.memory.remat import LayerPolicies
@@ -105,7 +106,9 @@ class DescribedModel:
     def specs(self, strategy: TPUStrategy) -> list[Spec]:
         """The axes of each weight's dimensions under another strategy."""
         placement = strategy.placement(self._model)
-        return [_spec(placement.decision(v).axes, len(v.shape)) for v in self._weights]
+        every = [(placement.decision(v).axes, len(v.shape)) for v in self._weights]
+        # A layout may leave out dimensions at its end.
+        return [tuple(map(entry_names, (*axes, *[None] * n)))[:n] for axes, n in every]
 
     def _described_weights(self) -> Iterator[Weight]:
         slots: dict[int, int] = {}
@@ -135,11 +138,6 @@ class DescribedModel:
             self._strategy.remat = own
         flops = sum(p.flops * p.times for p in products_of(trace, 0))
         return Kept(flops, buffers)
-
-
-def _spec(axes: Sequence[Any], ndim: int) -> Spec:
-    entries = [*axes, *([None] * (ndim - len(axes)))]
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
 @contextlib.contextmanager

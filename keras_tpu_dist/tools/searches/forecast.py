@@ -76,10 +76,6 @@ class Placed:
         """One device's rows, relative to the traced batch."""
         return self.batches / self.ground.ways(self.ground.data_axes)
 
-    def weights(self) -> list[tuple[int, Weight, Spec]]:
-        """The number of every weight, the weight, and its axes."""
-        return [(i, w, s) for i, (w, s) in enumerate(zip(self.facts.weights, self.specs))]
-
     def split(self, index: int) -> list[tuple[str, ...]]:
         """The axes of every dimension that stay split while a weight is used: the model axes."""
         return self._splits[index]
@@ -335,7 +331,7 @@ def links(placed: Placed, again: float) -> float:
         else:
             seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
     seconds += sum(_laid_by_width(placed, index) for index in placed.by_width)
-    for index, weight, _ in placed.weights():
+    for index, weight in enumerate(placed.facts.weights):
         # If a table is stored split, every device adds up the rows of its own part.
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
             seconds += _gradient(placed, index, weight)
@@ -447,21 +443,12 @@ _LAID_OUT_OF_SPLIT_SLOTS = 0.3
 _GATHERED = 2
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a step on one device.
+def memory_of(placed: Placed, policy: str | None) -> tuple[float, float, float]:
+    """Forecasts the memory of a train step.
 
-    Attributes:
-        held_bytes: The maximum that is held at one time between operations.
+    Returns:
+        Bytes of the state, the most that is held at one time between operations, and all of it.
     """
-
-    state_bytes: float
-    held_bytes: float
-    total_bytes: float
-
-
-def memory_of(placed: Placed, policy: str | None) -> Memory:
-    """Forecasts the memory of a train step."""
     state = _state_bytes(placed)
     held = peak_bytes(
         placed.facts.kept[policy].buffers,
@@ -475,14 +462,14 @@ def memory_of(placed: Placed, policy: str | None) -> Memory:
     beside = max(held, state if kept else 0.0)
     beside += _OUTPUTS * output_bytes(placed) + _laid_out_bytes(placed) + _together_bytes(placed)
     batch = placed.facts.input_bytes * placed.share
-    return Memory(state, held, state + beside + batch + _PROGRAM)
+    return state, held, state + beside + batch + _PROGRAM
 
 
 def _state_bytes(placed: Placed) -> float:
     total, ground = 0.0, placed.ground
-    for index, weight, spec in placed.weights():
+    for index, weight in enumerate(placed.facts.weights):
         ways = placed.ways(index)
-        over = {axis for axes in spec for axis in axes}
+        over = {axis for axes in placed.specs[index] for axis in axes}
         left = [axis for axis in ground.data_axes if axis not in over]
         extra = ground.ways(left) if ground.shard_optimizer and weight.shape else 1
         total += weight.size * weight.itemsize / ways + weight.slot_bytes / ways / extra
@@ -578,10 +565,10 @@ def forecast(
     """Forecasts a train step."""
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
-    memory = memory_of(placed, policy)
+    state, held, total = memory_of(placed, policy)
     compute = rounds = 0.0
     # Activations; weights and slots; and weights whose updates are gathered.
-    moved = _written_bytes(placed, policy) + memory.state_bytes + _gathered_bytes(placed)
+    moved = _written_bytes(placed, policy) + state + _gathered_bytes(placed)
     moved = _PASSES * moved + table_bytes(placed)
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
@@ -589,9 +576,9 @@ def forecast(
         moved += part.moved_bytes * (3 + again) + ring.moved_bytes
         rounds += ring.seconds
     return Forecast(
-        state_bytes=memory.state_bytes,
-        held_bytes=memory.held_bytes,
-        memory_bytes=memory.total_bytes,
+        state_bytes=state,
+        held_bytes=held,
+        memory_bytes=total,
         compute_s=_QUICK * compute + rounds + looked_up(placed),
         traffic_s=_QUICK * moved / ground.topology.hbm_bandwidth,
         links_s=links(placed, again),
@@ -609,7 +596,7 @@ def _gathered_bytes(placed: Placed) -> float:
     """Bytes of weights whose updates are computed in parts, because their slots are split."""
     return sum(
         weight.size * weight.itemsize / placed.ways(index)
-        for index, weight, _ in placed.weights()
+        for index, weight in enumerate(placed.facts.weights)
         if placed.ground.shard_optimizer and weight.slot_bytes and not placed.stored(index)
     )
 

@@ -171,8 +171,6 @@ class Ranking(Page):
                 received={"model": self.model, "topology": self.topology},
                 fix="Search a larger slice, or give a smaller batch_size.",
             )
-        if isinstance(topology, str):
-            topology = Topology.parse(topology)
         return best.candidate.strategy(topology)
 
     @property
@@ -355,7 +353,7 @@ def cells_of(tried: Tried) -> dict[str, TableCell]:
     """The cells of a candidate in tables, by column."""
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
     cells = dict.fromkeys(_COLUMNS, TableCell("")) | {
-        "mesh": TableCell(tried.candidate.mesh_text),
+        "mesh": TableCell(candidate.mesh_text),
         "layout": TableCell(tried.layout),
         "optimizer": TableCell("split" if candidate.shard_optimizer else ""),
         "remat": TableCell(candidate.remat or ""),
@@ -371,8 +369,7 @@ def cells_of(tried: Tried) -> dict[str, TableCell]:
     cells["memory"] = TableCell(size_text(tried.memory_bytes), tried.memory_bytes)
     cells["effort"], cells["verdict"] = TableCell(run.effort), TableCell(_VERDICT[run.fits])
     if run.estimate is not None:
-        words = span_text(*run.estimate.span, duration_text)
-        cells["step"] = TableCell(words, run.estimate.step)
+        cells["step"] = TableCell(run.estimate.span_words, run.estimate.step)
         cells["bound by"] = TableCell(run.estimate.bound)
     return cells
 

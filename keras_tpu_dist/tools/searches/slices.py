@@ -145,7 +145,7 @@ class SliceRanking(Page):
                 received={"topology": [ranking.topology for ranking in self.rankings]},
                 fix="Name larger slices, or give a smaller batch_size.",
             )
-        return best.tried.candidate.strategy(None if topology is None else Topology.parse(topology))
+        return best.tried.candidate.strategy(topology)
 
     def to_dict(self) -> dict[str, Any]:
         """The ranking as plain data."""
