@@ -39,6 +39,9 @@ OVERLAP: dict[str, Any] = {
 # takes 6 to 8 % longer with this option (`python benchmarks/overlap.py`).
 WHOLE_PRODUCTS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 _MOST_IN_RINGS = 8
+# From this libtpu on, rings abort the compiler where an axis of the mesh is manual: "Check failed:
+# !UseNamedShardingLeaf() ReplicateOnLastTileDim should not be called for HloShardingV3".
+_RINGS_ABORT = (0, 0, 50)
 _BY_KIND: dict[str, dict[str, Any]] = {"TPU v5 lite": OVERLAP}
 
 
@@ -99,6 +102,19 @@ def chosen_names(options: Any, device: Any, devices: int, split: bool = True) ->
     """
     chosen = _chosen_for(options, device, devices, split)
     return tuple(name for name in chosen if name not in _given(options))
+
+
+def for_replicas(options: dict[str, Any] | None, device: Any) -> dict[str, Any] | None:
+    """The options for code that runs in each replica: the axes of the batch are manual there.
+
+    Args:
+        options: Those for the steps of a model.
+        device: One of the devices.
+    """
+    version = libtpu_version()
+    if device.platform != "tpu" or (version is not None and version < _RINGS_ABORT):
+        return options
+    return {**WHOLE_PRODUCTS, **(options or {})}
 
 
 def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | None:

@@ -338,7 +338,7 @@ class ReplicaProgram:
             kind_of=lambda inputs, consumed: None,
             donate_argnums=(1,) if known.consumed else (),
             out_shardings=placed,
-            compiler_options=self._strategy.runner.compiler_options,
+            compiler_options=self._strategy.runner.replica_options,
         )
 
     def _specs(self, scan: _Scan | None) -> dict:

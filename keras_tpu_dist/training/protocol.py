@@ -25,6 +25,7 @@ class ModelRunner(Protocol):
 
     prefetch: int
     compiler_options: dict[str, Any] | None
+    replica_options: dict[str, Any] | None
 
     @property
     def own_input(self) -> OwnInput | None:

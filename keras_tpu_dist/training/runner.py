@@ -11,6 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message, runtime_error
+from keras_tpu_dist.hardware.compiler_options import for_replicas
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.clock import InputReports, TimedInput
 from keras_tpu_dist.input.host_arrays import copied
@@ -57,10 +58,12 @@ class Runner:
         self.layouts = layouts
         self.placer = placer
         self.options = options
-        self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
+        first = layouts.mesh.devices.flat[0]
+        self.prefetch = options.batches_ahead(first.platform)
         self.compiler_options = options.for_compiler(
             layouts.mesh, layouts.layout, only_described=only_described is not None
         )
+        self.replica_options = for_replicas(self.compiler_options, first)
         self.reports = InputReports()
         self._only_described = only_described
 

@@ -15,6 +15,7 @@ from keras_tpu_dist.hardware.compiler_options import (
     OVERLAP,
     WHOLE_PRODUCTS,
     chosen_names,
+    for_replicas,
     options_for,
 )
 from keras_tpu_dist.hardware.topology import CHIPS
@@ -132,6 +133,19 @@ CPU = jax.devices()[0]
 def test_what_is_given_comes_on_top_of_what_is_chosen(given, device, devices, expected, optional):
     assert options_for(given, device, devices) == expected
     assert [*chosen_names(given, device, devices)] == optional
+
+
+@pytest.mark.parametrize(
+    ("version", "whole"), [((0, 0, 41), False), ((0, 0, 50), True), ((0, 1), True), (None, True)]
+)
+def test_products_in_replicas_are_whole_where_rings_abort_the_compiler(version, whole, monkeypatch):
+    """`tests/replica/test_replica_tpu.py` compiles such a step."""
+    monkeypatch.setattr(compiler_options, "libtpu_version", lambda: version)
+    assert for_replicas(OVERLAP, V5E) == (LARGE if whole else OVERLAP)
+    assert for_replicas(None, V5E) == (WHOLE_PRODUCTS if whole else None)
+    own = dict.fromkeys(WHOLE_PRODUCTS, 0)
+    assert for_replicas(own, V5E) == own
+    assert for_replicas(None, CPU) is None
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def lowered_run(
         axes=tuple(there.mesh.shape.items()),
         devices=tuple(there.mesh.devices.flat),
         whole=whole_rows_of(step, arguments, "tpu", exported),
-        **of_platform(there, "tpu"),
+        **{**of_platform(there, "tpu"), "compiler_options": there.runner.replica_options},
     )
     return lowered, kernels_of(run.program(*arguments), arguments, exported)
 
