@@ -37,6 +37,8 @@ class ReplicaBuffers(Owner):
             except Exception as error:
                 _note_what_is_lost(error, variables, values)
                 raise
+            # A strategy outlives its models.
+            self.rest()
 
 
 def _note_what_is_lost(error: Exception, variables: list, values: list[jax.Array]) -> None:

@@ -1,5 +1,6 @@
 """Which arrays a launch may consume: outputs of earlier launches without any other reference."""
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,6 +36,8 @@ class Owner:
         # What launches made and nobody has read, by the `id` of the variable. An `id` that is used
         # again is no danger: the array is compared.
         self._made: dict[int, weakref.ref[jax.Array]] = {}
+        # What the last launch made, as it came: most often the next one consumes all of it.
+        self._latest: tuple[list, list] = [], []
 
     @property
     def elsewhere(self) -> bool:
@@ -45,6 +48,11 @@ class Owner:
         """The values of variables, without any other reference. The caller holds the lock."""
         values = _keras.values_of(variables)
         self._consumes = True
+        latest, arrays = self._latest
+        if latest is variables and all(map(operator.is_, values, arrays)):
+            self._latest = [], []
+            return values
+        self.rest()
         made = [known and known() for known in map(self._made.get, map(id, variables))]
         foreign = [i for i, value in enumerate(values) if value is not made[i]]
         if foreign:
@@ -66,10 +74,20 @@ class Owner:
 
     def made(self, variables: list, values: list[jax.Array]) -> None:
         """Records a launch's outputs, which the variables now hold."""
+        self.rest()
+        self._latest = variables, values
+
+    def rest(self) -> None:
+        """Keeps only weak references to what launches made."""
+        (variables, values), self._latest = self._latest, ([], [])
         self._made.update(zip(map(id, variables), map(weakref.ref, values), strict=True))
 
-    def forget(self, variables: Iterable[Any]) -> None:
-        """Records that anything may refer to the arrays of variables."""
+    def forget(self, variables: Iterable[Any] | None = None) -> None:
+        """Records that anything may refer to the arrays of variables; by default, to all arrays."""
+        self.rest()
+        if variables is None:
+            self._made.clear()
+            return
         for variable in variables:
             self._made.pop(id(variable), None)
 

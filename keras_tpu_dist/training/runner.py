@@ -133,6 +133,7 @@ class Runner:
             if name == "fit":
                 member.fit.end()
             if name in TRAINING:
+                turns.rest()
                 if isinstance(model.train_function, Recompiled):
                     model.train_function = None
                 if running_call() is not None:

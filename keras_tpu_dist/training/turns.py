@@ -120,7 +120,7 @@ class Turns(Owner):
                 self._ready = False
             self._depth += 1
             if self._others(self._readers):
-                self._made.clear()  # their calls hold all arrays
+                self.forget()  # their calls hold all arrays
         try:
             yield
         finally:
