@@ -118,13 +118,15 @@ def lowered_run(
         return lambda *given: traced(*jax.tree.leaves(given))
 
     exported = export_step(step(), arguments[0], arguments[1], "tpu")
+    given = of_platform(there, "tpu")
+    given["compiler_options"] = there.runner.replica_options
     lowered = ToCompile(
         program=pickled(exported),
         donate=False,
         axes=tuple(there.mesh.shape.items()),
         devices=tuple(there.mesh.devices.flat),
         whole=whole_rows_of(step, arguments, "tpu", exported),
-        **{**of_platform(there, "tpu"), "compiler_options": there.runner.replica_options},
+        **given,
     )
     return lowered, kernels_of(run.program(*arguments), arguments, exported)
 
