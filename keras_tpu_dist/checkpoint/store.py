@@ -132,7 +132,10 @@ class Store(CheckpointReader):
                 complete.
         """
         args = orbax().args
-        logged(self.wait, "training continued without a checkpoint")
+        try:
+            self.wait()
+        except CheckpointError as error:
+            logger.error("training continued without a checkpoint. %s", error)
         path, before = self._root / str(step), [0.0]
         if self._is_first:
             self._try(lambda: before.append(self._make_place(step)))
@@ -369,21 +372,22 @@ def new_run(fix: str) -> str:
     return agree("naming the run", fix, uuid.uuid4().hex[:12])[0]
 
 
-def logged(
-    write: Callable[[], None], lost: str = "training goes on without this checkpoint"
-) -> bool:
-    """Calls a function that writes, and logs a failure as an ERROR, with what it means."""
+def logged(write: Callable[[], None]) -> bool:
+    """Calls a function that writes, and logs a failure as an ERROR."""
     try:
         write()
     except CheckpointError as error:
-        logger.error("%s. %s", lost, error)
+        logger.error("training goes on without this checkpoint. %s", error)
         return False
     return True
 
 
 def finish(write: Callable[[], None]) -> None:
     """Like `logged`, for the last checkpoint."""
-    logged(write, "the last checkpoint is missing")
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("the last checkpoint is missing. %s", error)
 
 
 def _check_path(directory: str) -> None:
