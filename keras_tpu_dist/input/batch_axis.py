@@ -12,6 +12,8 @@ from keras_tpu_dist.common.errors import message, value_error
 
 _ELEMENTS = ("x", "y", "sample_weight")
 
+_without_sparse_arrays: set[Any] = set()
+
 
 def checked_batch_axis(batch_axis: Any) -> Any:
     """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts."""
@@ -34,7 +36,14 @@ def _is_leaf(node) -> bool:
 
 def flatten(batch: Any) -> tuple[list, Any]:
     """A batch's arrays and its structure; a sparse array is a single leaf."""
-    return jax.tree.flatten(batch, is_leaf=_is_leaf)
+    leaves, structure = jax.tree.flatten(batch)
+    if structure in _without_sparse_arrays:
+        return leaves, structure
+    # A function in Python would be called for every node: too slow for every step.
+    found = jax.tree.flatten(batch, is_leaf=_is_leaf)
+    if found[1] == structure:
+        _without_sparse_arrays.add(structure)
+    return found
 
 
 def element_names(batch: Any) -> list[str]:
