@@ -147,7 +147,7 @@ def tiny_layers(variables, side=4):
 def adopted(variables):
     import keras
 
-    from keras_tpu_dist.training import membership
+    from keras_tpu_dist.training import adoption
 
     strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
     with strategy.scope():
@@ -156,9 +156,9 @@ def adopted(variables):
         model.optimizer.build(model.trainable_variables)
         cpu, again = Cpu(), Cpu()
         with cpu.timed():
-            membership.adopt(model, strategy)
+            adoption.adopt(model, strategy)
         with again.timed():
-            membership.adopt(model, strategy)
+            adoption.adopt(model, strategy)
     return cpu.process, again.process
 
 

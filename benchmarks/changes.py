@@ -15,6 +15,7 @@ import sys
 import keras
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.layout.planner import layout_named
 
 L = keras.layers
 
@@ -125,6 +126,44 @@ MODELS = {
 }
 
 
+def in_launches(build, steps):
+    """A model whose launches have several steps.
+
+    Args:
+        build: The function that builds it.
+        steps: The number of steps.
+    """
+    model = build()
+    model.steps_per_execution = steps
+    return model
+
+
+def with_change(build, strategy, rows, change):
+    """The dry run with a change.
+
+    Args:
+        build: The function that builds the model.
+        strategy: Its strategy.
+        rows: The global batch.
+        change: The change, of a report.
+    """
+    kind, value = change.kind, change.value
+    of_build = {
+        "bfloat16": lambda: in_bfloat16(build),
+        "convert": lambda: ktd.convert(build()),
+        "steps": lambda: in_launches(build, value),
+    }
+    if kind in of_build:
+        return ktd.dry_run(of_build[kind], strategy, batch_size=rows)
+    if kind == "batch":
+        return ktd.dry_run(build, strategy, batch_size=value)
+    topology = change.line.split('"')[-2] if kind == "slice" else strategy.topology
+    options = {kind: value} if kind in ("head", "remat") else {}
+    layout = layout_named(value) if kind in ("layout", "slice") and value else None
+    other = ktd.TPUStrategy({"data": -1}, layout, topology=topology, **options)
+    return ktd.dry_run(build, other, batch_size=rows)
+
+
 def main():
     """Prints a row for each change."""
     wrong, errors = [], []
@@ -132,12 +171,14 @@ def main():
     for name in sys.argv[1:] or MODELS:
         build, rows = MODELS[name]
         strategy = ktd.TPUStrategy({"data": 8}, topology="v5e-8")
-        advice = ktd.advise(build, strategy, batch_size=rows)
-        for tried in advice.tried:
-            change, found = tried.change, tried.factor
+        run = ktd.dry_run(build, strategy, batch_size=rows)
+        for change in run.changes:
+            changed = with_change(build, strategy, rows, change)
+            before, after = change.of(run), change.of(changed)
+            found = after / before if before and after is not None else None
             step = ""
             with contextlib.suppress(AttributeError):  # one of them may not fit
-                step = f"{tried.run.estimate.step / advice.run.estimate.step:.2f}"
+                step = f"{changed.estimate.step / run.estimate.step:.2f}"
             compiled_ = "-" if found is None else f"{found:.2f}"
             print(
                 f"{name:26} {change.kind:10} {change.figure:16} {change.factor:8.2f} "
@@ -147,7 +188,7 @@ def main():
             if found is not None:
                 wrong += [name] * ((found - 1) * (change.factor - 1) <= 0)
                 errors.append(abs(found / change.factor - 1))
-        if not advice.tried:
+        if not run.changes:
             print(f"{name:26} nothing to change")
     print(f"{len(errors)} changes, {len(wrong)} wrong by sign {wrong or ''}", end="")
     print(f", median error {statistics.median(errors):.0%}" if errors else "")

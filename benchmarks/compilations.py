@@ -38,9 +38,14 @@ def counted() -> Iterator[Counter]:
 
 
 class Notebook:
-    """The cells of a notebook, in their order."""
+    """The cells of a notebook, in their order.
 
-    def __init__(self) -> None:
+    Args:
+        hidden: Makes the layers between the first one and the last.
+    """
+
+    def __init__(self, hidden: Callable[[], list]) -> None:
+        self.hidden = hidden
         rng = np.random.default_rng(0)
         self.x = rng.standard_normal((300, 8)).astype("float32")
         self.y = rng.integers(0, 3, 300)
@@ -56,7 +61,7 @@ class Notebook:
                 [
                     keras.Input((8,)),
                     keras.layers.Dense(16, activation="relu"),
-                    keras.layers.LayerNormalization(),
+                    *self.hidden(),
                     keras.layers.Dense(3, activation="softmax"),
                 ]
             )
@@ -171,10 +176,27 @@ class Notebook:
             yield text, counts
 
 
+def normalized() -> list:
+    """A layer that treats rows one by one."""
+    return [keras.layers.LayerNormalization()]
+
+
+def dropped() -> list:
+    """Layers that draw numbers for the rows, and that sum over them."""
+    return [keras.layers.Dropout(0.2), keras.layers.BatchNormalization()]
+
+
 def main() -> None:
     """Prints the compilations of every cell, and their number."""
+    for hidden in (normalized, dropped):
+        print(f"{hidden.__name__}:")
+        print_cells(Notebook(hidden))
+
+
+def print_cells(notebook: Notebook) -> None:
+    """Prints the compilations of every cell of one notebook."""
     total = 0
-    for number, (text, counts) in enumerate(Notebook().run(), 1):
+    for number, (text, counts) in enumerate(notebook.run(), 1):
         total += counts.total()
         steps = ", ".join(f"{count} {name}" for name, count in counts.items())
         print(f"{number:2} {text:36} {steps}", flush=True)

@@ -1,18 +1,16 @@
 """Mixtures of experts: the TPU compiler's estimates for a train step; nothing runs on a chip.
 
-    python benchmarks/experts.py [--effort exact] [--overlap] [chosen] [gshard] [sizes]
+    python benchmarks/experts.py [--effort exact] [chosen] [gshard]
 
 `chosen`: layers like KerasHub's, which compute every expert for every token (top 8 of 64),
 unchanged and converted by `ktd.convert`. `gshard`: two layers that assign tokens to experts by
-one-hot products, with experts over the data axis: with gathered kernels, with exchanged tokens,
-and with `all_to_all` by hand. `sizes`: which is faster for several sizes, and what is chosen.
+one-hot products: under `"fsdp"`, whose kernels are gathered, and with `all_to_all` by hand.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 
 # isort: split
 import argparse
-from unittest import mock
 
 import jax
 import keras
@@ -20,7 +18,6 @@ from jax.sharding import PartitionSpec
 from keras import ops
 
 from keras_tpu_dist.layers.experts import route_experts
-from keras_tpu_dist.programs.experts import exchange
 from keras_tpu_dist.show.text import duration_text, size_text
 
 L = keras.layers
@@ -178,78 +175,19 @@ def gshard_model(strategy, by_hand, layers=2, time=1024, width=1024, count=8, hi
     return model
 
 
-def gshard_run(layout, by_hand, exchanged, effort, overlap, rows=64, **sizes):
-    """A dry run, and what the rule was asked: bytes of tokens and kernels, and its choice.
-
-    `exchanged` decides instead of the rule.
-    """
-    options = {exchange.ASYNCHRONOUS: True} if overlap else "auto"
-    strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY, compiler_options=options)
-    asked, rule = set(), exchange.is_shorter
-
-    def decide(*question):
-        asked.add((*question, rule(*question)))
-        return exchanged
-
-    with mock.patch.object(exchange, "is_shorter", decide):
-        run = ktd.dry_run(
-            lambda: gshard_model(strategy, by_hand, **sizes),
-            strategy,
-            batch_size=rows,
-            effort=effort,
-        )
-    return run, asked
-
-
-# Rows of 1,024 tokens, unless it says otherwise.
-SIZES = (
-    {"rows": 32},
-    {"rows": 128},
-    {"rows": 128, "count": 32},
-    {"rows": 64, "hidden": 3072},
-    {"rows": 96},
-    {"rows": 64, "hidden": 2048},
-    {"rows": 128, "count": 16, "hidden": 3072},
-    {"rows": 64, "width": 512},
-    {"rows": 32, "time": 512, "hidden": 1024},
-    {"rows": 128, "count": 16},
-    {"rows": 64, "width": 2048},
-    {"rows": 96, "width": 2048},
-    {"rows": 64},
-    {"rows": 48},
-    {"rows": 48, "width": 2048},
-)
-
-
-def sizes(effort, overlap):
-    """Prints which way takes less time for several sizes, and what the rule chooses."""
-    header = "rows, sizes", "tokens", "kernels that are waited for", "gathered", "exchanged"
-    header += ("chosen", "slower than the other")
-    print(f"| {' | '.join(header)} |\n|{' - |' * len(header)}")
-    for size in SIZES:
-        (gathered, asked), (exchanged, _) = (
-            gshard_run("fsdp", False, way, effort, overlap, **size) for way in (False, True)
-        )
-        ((tokens, kernels, *_, chosen),) = asked
-        steps = gathered.estimate.step, exchanged.estimate.step
-        cells = [", ".join(f"{name} {number}" for name, number in size.items())]
-        cells += [size_text(tokens), size_text(kernels), *map(duration_text, steps)]
-        cells += ["exchanged" if chosen else "gathered", f"{steps[chosen] / min(steps) - 1:.1%}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def gshard(effort, overlap):
-    """Prints the cost of gathering kernels, of exchanging tokens by the plan, and by hand."""
+def gshard(effort):
+    """Prints the cost of gathering kernels, and of exchanging tokens by hand."""
     rules = ktd.LayoutRules([("g_shard.*/(up|down)", ("data",))])
-    rows = (
-        ("gathered", "fsdp", False, False),
-        ("exchanged", "fsdp", False, True),
-        ("by hand", rules, True, False),
-    )
     print("| tokens | cycles at the clock | step | HBM traffic | collectives | memory |")
     print("| - | - | - | - | - | - |")
-    for name, layout, by_hand, exchanged in rows:
-        run, _ = gshard_run(layout, by_hand, exchanged, effort, overlap)
+    for name, layout, by_hand in ("gathered", "fsdp", False), ("by hand", rules, True):
+        strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY)
+        run = ktd.dry_run(
+            lambda strategy=strategy, by_hand=by_hand: gshard_model(strategy, by_hand),
+            strategy,
+            batch_size=64,
+            effort=effort,
+        )
         times, sent = run.estimate, {}
         for collective in run.cost.collectives:
             whole = collective.bytes * collective.times
@@ -264,16 +202,13 @@ def gshard(effort, overlap):
 def main():
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", choices=["chosen", "gshard", "sizes", []], default=[])
+    parser.add_argument("tables", nargs="*", choices=["chosen", "gshard", []], default=[])
     parser.add_argument("--effort", default="exact", choices=["quick", "exact"])
-    parser.add_argument("--overlap", action="store_true", help="all-to-alls beside other work")
     options = parser.parse_args()
     if not options.tables or "chosen" in options.tables:
         chosen(options.effort)
     if not options.tables or "gshard" in options.tables:
-        gshard(options.effort, options.overlap)
-    if not options.tables or "sizes" in options.tables:
-        sizes(options.effort, options.overlap)
+        gshard(options.effort)
 
 
 if __name__ == "__main__":

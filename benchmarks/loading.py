@@ -1,6 +1,6 @@
 """The most bytes on a device and on the host while saved weights are loaded onto eight devices.
 
-    python benchmarks/loading.py [--width 4096] [--layers 32] [--kinds weights.h5 keras orbax ...]
+    python benchmarks/loading.py [--width 4096] [--layers 32] [--kinds weights.h5 keras ...]
 
 With these defaults a model of 2 GiB, with variables of at most 64 MiB, goes into eight simulated
 devices under "fsdp", by every format in a process of its own. Presets are KerasHub's Llama with 1
@@ -40,7 +40,7 @@ import keras
 import numpy as np
 
 PRESETS = ("preset.h5", "preset.json", "safetensors")
-FILES = ("weights.h5", "weights.json", "keras", "orbax", "orbax model", "ktd", "ktd of one device")
+FILES = ("weights.h5", "weights.json", "keras", "ktd", "ktd of one device")
 WATCHED = ("device_put", "make_array_from_single_device_arrays", "make_array_from_callback")
 MIB = 2**20
 
@@ -131,17 +131,13 @@ def saved_file(kind, build, folder):
             model.save_weights(path)
         elif kind == "keras":
             model.save(path)
-        elif kind.startswith("ktd"):
-            ktd.LoopCheckpoint(path, model).save(1)
         else:
-            callback = keras.callbacks.OrbaxCheckpoint(path, save_on_background=False)
-            callback.set_model(model)
-            callback.on_epoch_end(0)
+            ktd.LoopCheckpoint(path, model).save(1)
     return path
 
 
 def load_file(kind, build, path):
-    if kind in ("keras", "orbax model"):
+    if kind == "keras":
         peak = Peak()
         return peak, peak.of(lambda: keras.saving.load_model(path))
     model = build()

@@ -16,7 +16,7 @@ from unittest import mock
 
 import keras
 
-from keras_tpu_dist.layout import low_rank
+from keras_tpu_dist.programs import low_rank
 from keras_tpu_dist.show.text import duration_text, size_text
 
 L = keras.layers

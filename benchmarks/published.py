@@ -290,6 +290,7 @@ class Row:
         seconds: Published seconds of a step or token, or `None`.
         tflops: Published TFLOP/s of a chip, if no seconds were.
         differs: What is not as in the source.
+        same_mesh: Whether the source had this mesh; if not, its ratio foretells nothing.
         remat: What is computed again; see `ktd.remat`.
     """
 
@@ -301,6 +302,7 @@ class Row:
     seconds: float | None = None
     tflops: float | None = None
     differs: str = ""
+    same_mesh: bool = True
     remat: Any = "full"
 
     def strategy(self):
@@ -357,6 +359,7 @@ ROWS = {
         *(scaled(128), "v5e:16x16", {"fsdp": 256}, 1, V5E),
         tflops=110,
         differs="fsdp 256 instead of fsdp 16 x tensor 16; no fused kernels",
+        same_mesh=False,
     ),
     "v5p 32B": Row(
         *(scaled(32), "v5p:4x4x4", {"fsdp": 16, "model": 4}, 6, V5P),
@@ -543,6 +546,7 @@ for slices, tflops_16, tflops_128 in ((2, 117, 110), (32, 108, 91)):
             *(scaled(scale), f"{slices}*v5e:16x16", {"data": slices, "fsdp": 256}, rows, V5E),
             tflops=published,
             differs=ROWS[f"v5e {scale}B"].differs,
+            same_mesh=ROWS[f"v5e {scale}B"].same_mesh,
         )
 
 
@@ -606,12 +610,16 @@ def figures(name: str, row: Row, run: Any, seconds: float) -> dict[str, Any]:
     }
 
 
-def ratios(done: Mapping[Any, Any]) -> list[tuple[str, str, str, str, float]]:
+def ratios(done: Mapping[Any, Any]) -> list[tuple[str, str, str, str, float, int]]:
     """The lines of `keras_tpu_dist.hardware.measured.RATIOS`, in the order of the rows."""
     return [
-        (*(data[name] for name in ("chip", "mode", "bound", "effort")), round(ratio, 3))
+        (
+            *(data[n] for n in ("chip", "mode", "bound", "effort")),
+            round(ratio, 3),
+            data["parameters"],
+        )
         for effort in EFFORTS
-        for data in (done[name, effort] for name in ROWS if (name, effort) in done)
+        for data in (done[n, effort] for n in ROWS if (n, effort) in done and ROWS[n].same_mesh)
         if data["estimate_s"]
         for ratio in [data["published_s"] / data["estimate_s"]]
     ]
@@ -619,7 +627,8 @@ def ratios(done: Mapping[Any, Any]) -> list[tuple[str, str, str, str, float]]:
 
 def print_rows(done: Mapping[Any, Any]) -> None:
     """Prints the table of all rows, and their sources."""
-    header = ("program", "slice, mesh", "rows", "measured", "estimated", "measured of estimated")
+    header = ("program", "slice, mesh", "rows", "published", "measured", "estimated")
+    header += ("measured of estimated",)
     header += ("quick: sum", "measured of sum", "waiting", "memory")
     print("| " + " | ".join(header) + " |\n|" + " --- |" * len(header))
     for name, row in ROWS.items():
@@ -628,7 +637,10 @@ def print_rows(done: Mapping[Any, Any]) -> None:
             continue
         first = found[0] or found[1]
         mesh = " x ".join(f"{axis} {size}" for axis, size in row.mesh.items())
-        cells = [name, f"{row.slice}, {mesh}", str(row.batch), duration_text(first["published_s"])]
+        mesh += "" if row.same_mesh else " (not theirs)"
+        published = "seconds" if row.tflops is None else f"{row.tflops:g} TFLOP/s"
+        cells = [name, f"{row.slice}, {mesh}", str(row.batch), published]
+        cells.append(duration_text(first["published_s"]))
         for data in found:
             step = data and data["estimate_s"]
             cells.append(duration_text(step) if step else "does not fit" if data else "")
@@ -638,7 +650,8 @@ def print_rows(done: Mapping[Any, Any]) -> None:
         # Of a program that does not fit, the compiler may say only what one array takes.
         memory = size_text(first["peak_bytes"]) if first["peak_bytes"] else ""
         print("| " + " | ".join([*cells, memory]) + " |")
-    print()
+    left = [name for name in ROWS if not any((name, effort) in done for effort in EFFORTS)]
+    print(f"\n{len(ROWS) - len(left)} of {len(ROWS)} rows. Not compiled: {', '.join(left)}.\n")
     for name, row in ROWS.items():
         if any((name, effort) in done for effort in EFFORTS):
             print(f"- {name}: [source]({row.source})" + (f"; {row.differs}" if row.differs else ""))
@@ -646,16 +659,19 @@ def print_rows(done: Mapping[Any, Any]) -> None:
 
 def print_errors(done: Mapping[Any, Any]) -> None:
     """Prints the ratios by kind of program and chip, and how well they foretell each other."""
-    print("\n| programs | effort | chip | number | measured of estimated | leave one out | most |")
-    print("|" + " --- |" * 7)
-    groups: dict[tuple[str, ...], list[float]] = {}
-    for chip, mode, bound, effort, ratio in ratios(done):
+    header = ("programs", "effort", "chip", "number", "models", "measured of estimated")
+    print("\n| " + " | ".join([*header, "leave one out", "most"]) + " |\n|" + " --- |" * 8)
+    groups: dict[tuple[str, ...], list[tuple[float, int]]] = {}
+    for chip, mode, bound, effort, ratio, parameters in ratios(done):
         for where in (chip, "all"):
-            groups.setdefault((f"{mode}, bound by {bound}", effort, where), []).append(ratio)
-    for (kind, effort, where), found in sorted(groups.items()):
-        spread = PublishedRatios(tuple(sorted(found)), effort, where, kind)
+            key = f"{mode}, bound by {bound}", effort, where
+            groups.setdefault(key, []).append((ratio, parameters))
+    for (kind, effort, where), group in sorted(groups.items()):
+        models = len({parameters for _, parameters in group})
+        rows = tuple(sorted(ratio for ratio, _ in group))
+        spread = PublishedRatios(rows, effort, where, kind, models)
         errors = [abs(error) for error in spread.left_out]
-        cells = [kind, effort, where, str(len(found)), spread.span]
+        cells = [kind, effort, where, str(len(group)), str(models), spread.span]
         cells += [f"{spread.error:.1%}", f"{max(errors):.1%}"] if errors else ["", ""]
         print("| " + " | ".join(cells) + " |")
     cpu = sum(data["compile_cpu_s"] for data in done.values()) / 60

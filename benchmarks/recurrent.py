@@ -451,6 +451,35 @@ def segments(args):
             f"temporaries ({temporary / rows['stock'][2]:.3f}x), {1e3 * times[name]:.0f} ms"
         )
     jax.clear_caches()
+    _segments_on_tpu(size)
+
+
+def _segments_on_tpu(size):
+    import keras
+
+    import keras_tpu_dist as ktd
+
+    batch, steps, units = 16 * size[0], *size[1:]
+    strategy = ktd.TPUStrategy(topology="v5e:2x2")
+    for name, package, config in (
+        ("stock", keras.layers, {}),
+        ("ours", ktd.layers, {}),
+        ("ours, segment='auto'", ktd.layers, {"segment": "auto"}),
+    ):
+
+        def build(package=package, config=config):
+            recurrent = package.LSTM(units, **config)
+            model = keras.Sequential(
+                [keras.Input((steps, units)), recurrent, keras.layers.Dense(1)]
+            )
+            model.compile("adam", "mse")
+            return model
+
+        run = ktd.dry_run(build, strategy, batch_size=batch, effort="exact")
+        print(
+            f"LSTM, (B, T, U) = {(batch, steps, units)}, v5e:2x2, {name}: "
+            f"{run.total_bytes / 1e6:.0f} MB a chip"
+        )
 
 
 def whole_sequence(layer, size):

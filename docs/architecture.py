@@ -25,8 +25,9 @@ REFERENCE = PAGE.with_name("reference")
 GROUPS = ("strategy", "layouts", "dry_run", "callbacks", "replica", "layers", "hardware")
 
 
-# Packages that hold packages.
+# Packages that hold packages, and the modules in them that know these.
 WINGS = ("programs", "tools")
+ABOVE = ("programs.passes",)
 
 
 def package_named(parts: tuple[str, ...] | list[str]) -> str:
@@ -36,6 +37,7 @@ def package_named(parts: tuple[str, ...] | list[str]) -> str:
         parts: The module's name below this package.
     """
     inner = len(parts) > 1 and parts[0] in WINGS and (PACKAGE / parts[0] / parts[1]).is_dir()
+    inner = inner or ".".join(parts[:2]) in ABOVE
     return ".".join(parts[:2]) if inner else parts[0]
 
 

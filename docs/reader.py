@@ -40,8 +40,7 @@ BLOCK = re.compile(
 )
 # Functions and methods that report: a page shows what they print.
 REPORTING = {
-    *("explain", "lint", "show", "dry_run", "compare", "search", "largest_batch", "diff", "advise"),
-    *("restore", "freeze", "scan_blocks"),
+    *("explain", "lint", "show", "dry_run", "search", "diff", "restore", "scan_blocks"),
 }
 SHELL = ("python -m keras_tpu_dist ", "ktd ")
 
@@ -293,7 +292,7 @@ def reports(block: Block) -> bool:
             return True
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             name = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
-            if name in REPORTING - {"restore", "freeze", "scan_blocks"}:
+            if name in REPORTING - {"restore", "scan_blocks"}:
                 return True
     return False
 
@@ -403,6 +402,10 @@ def messages() -> list[tuple[str, str]]:
                 level = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
                 quiet = not level or ast.unparse(level[0]).endswith("INFO")
                 found.append((constants(node.args[:1]), "info" if quiet else "warning"))
+            elif name == "Answer":  # of a pass; `programs.answers.keep` logs it
+                levels = [k.value for k in node.keywords if k.arg == "level"]
+                loud = any(ast.unparse(level).endswith("WARNING") for level in levels)
+                found.append((constants(node.args[1:2]), "warning" if loud else "info"))
     return found
 
 

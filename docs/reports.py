@@ -14,7 +14,6 @@ import pathlib
 import platform
 import re
 import sys
-import tempfile
 
 import keras_tpu_dist as ktd
 
@@ -74,8 +73,7 @@ def dry_run_page() -> str:
 def search_page() -> str:
     """A search over two slices."""
     few = {"batch_size": 512, "compilations": 2, "exact": 0, "cache": False, "budget_s": 3600.0}
-    found = [ktd.search(decoder, name, **few) for name in ("v5e-8", "v6e-8")]
-    return made_here(ktd.compare_slices(found))
+    return made_here(ktd.search(decoder, ["v5e-8", "v6e-8"], **few))
 
 
 def check_page() -> str:
@@ -86,28 +84,11 @@ def check_page() -> str:
     return made_here(strategy.check(model, minutes=10))
 
 
-def profile_page() -> str:
-    """A profile of a fit on eight simulated devices, beside a dry run for a slice."""
-    import numpy as np
-
-    run = ktd.dry_run(
-        decoder, ktd.TPUStrategy(MESH, topology="v5e-8"), batch_size=32, effort="exact"
-    )
-    with ktd.TPUStrategy(MESH).scope():
-        model = decoder()
-    x = np.random.default_rng(0).integers(0, 8192, (32 * 6, 128))
-    with tempfile.TemporaryDirectory() as folder:
-        profile = ktd.callbacks.Profile(steps=(4, 6), directory=folder)
-        model.fit(x, x, batch_size=32, verbose=0, callbacks=[profile])
-        return made_here(run.compare(profile))
-
-
 PAGES = {
     "model.html": model_page,
     "dry_run.html": dry_run_page,
     "search.html": search_page,
     "check.html": check_page,
-    "profile.html": profile_page,
 }
 
 

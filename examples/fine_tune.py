@@ -108,9 +108,10 @@ def fine_tune(source, directory, epochs, lora=0):
         ktd.freeze(model, "encoder/*")
         losses = fit(compiled(model, 1e-2), NEW, epochs, "6 to 9, head")
         if lora:
-            print(ktd.freeze(with_lora(model, lora), "*", exclude=["*lora*", "head/*"]))
+            ktd.freeze(with_lora(model, lora), "*", exclude=["*lora*", "head/*"])
         else:
-            print(ktd.freeze(model, []))
+            ktd.freeze(model, [])
+        print("trained:", ", ".join(weight.path for weight in model.trainable_weights))
         saved = ktd.callbacks.Checkpoint(directory)
         return losses + fit(compiled(model, 1e-3), NEW, epochs, "6 to 9, all", [saved])
 

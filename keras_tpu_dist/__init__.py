@@ -6,6 +6,7 @@ import sys as _sys
 from typing import TYPE_CHECKING
 
 from keras_tpu_dist.common import tensorflow_names as _tensorflow_names
+from keras_tpu_dist.common.errors import did_you_mean as _did_you_mean
 from keras_tpu_dist.common.version import __version__ as __version__
 
 
@@ -45,15 +46,12 @@ if TYPE_CHECKING or not _waiting:
     from keras_tpu_dist.replica import RunOptions as RunOptions
     from keras_tpu_dist.replica import ValueContext as ValueContext
     from keras_tpu_dist.replica import get_replica_context as get_replica_context
+    from keras_tpu_dist.replica import loss_and_gradients as loss_and_gradients
     from keras_tpu_dist.show.progress import show_progress as show_progress
     from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
     from keras_tpu_dist.training.membership import find_strategy as _find_strategy
 
-    # `restore` is imported on first use.
-    _keras.serve_loading(
-        _find_strategy,
-        lambda *args, **options: _sys.modules[__name__].restore(*args, **options),
-    )
+    _keras.serve_loading(_find_strategy)
     _warn_of_wrong_jax()
 
 if TYPE_CHECKING:
@@ -62,22 +60,15 @@ if TYPE_CHECKING:
     from keras_tpu_dist.checkpoint import LoopCheckpoint as LoopCheckpoint
     from keras_tpu_dist.checkpoint import checkpoints as checkpoints
     from keras_tpu_dist.checkpoint import restore as restore
-    from keras_tpu_dist.hardware.calibration import Calibration as Calibration
     from keras_tpu_dist.layers.freezing import freeze as freeze
     from keras_tpu_dist.tools.dryrun.diff import diff as diff
-    from keras_tpu_dist.tools.dryrun.measured import read_profile as read_profile
     from keras_tpu_dist.tools.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.tools.dryrun.run import dry_run as dry_run
     from keras_tpu_dist.tools.replay import Verification as Verification
     from keras_tpu_dist.tools.replay import verify as verify
-    from keras_tpu_dist.tools.searches.advise import advise as advise
-    from keras_tpu_dist.tools.searches.compare import compare as compare
-    from keras_tpu_dist.tools.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.tools.searches.search import search as search
-    from keras_tpu_dist.tools.searches.slices import compare_slices as compare_slices
 
 __all__ = [
-    "Calibration",
     "CheckpointError",
     "DeviceAssignment",
     "DistributedDataset",
@@ -95,21 +86,17 @@ __all__ = [
     "ValueContext",
     "Verification",
     "__version__",
-    "advise",
     "assign",
     "callbacks",
     "checkpoints",
-    "compare",
-    "compare_slices",
     "convert",
     "diff",
     "dry_run",
     "freeze",
     "get_replica_context",
     "initialize",
-    "largest_batch",
     "layers",
-    "read_profile",
+    "loss_and_gradients",
     "remat",
     "replicate",
     "restore",
@@ -126,20 +113,14 @@ __all__ = [
 # registered.
 _LATER = {
     "callbacks": "callbacks",
-    "Calibration": "hardware.calibration",
     "CheckpointError": "checkpoint",
     "LoopCheckpoint": "checkpoint",
     "checkpoints": "checkpoint",
     "restore": "checkpoint",
-    "advise": "tools.searches.advise",
-    "compare": "tools.searches.compare",
-    "compare_slices": "tools.searches.slices",
     "diff": "tools.dryrun.diff",
-    "largest_batch": "tools.searches.largest_batch",
     "DryRun": "tools.dryrun.run",
     "dry_run": "tools.dryrun.run",
     "freeze": "layers.freezing",
-    "read_profile": "tools.dryrun.measured",
     "search": "tools.searches.search",
     "Verification": "tools.replay",
     "verify": "tools.replay",
@@ -162,7 +143,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name of a module with `
         if instead is not None:
             return _tensorflow_names.absent(f"{__name__}.{name}", instead)
         if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            near = _did_you_mean(name, __all__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
         module = _importlib.import_module(f"{__name__}.{_LATER[name]}")
         globals()[name] = module if name == _LATER[name] else getattr(module, name)
         return globals()[name]

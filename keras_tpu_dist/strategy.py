@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # registers its replacements in Keras
 from keras_tpu_dist.common import tensorflow_names
-from keras_tpu_dist.common.checks import PositiveInt, Seconds, known_words
+from keras_tpu_dist.common.checks import PositiveInt, Seconds, checked_arguments
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
@@ -21,7 +21,7 @@ from keras_tpu_dist.hardware.mesh import MeshLike, auto_mesh, build_mesh, grown,
 from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.input.clock import InputWait
-from keras_tpu_dist.input.own_rows import placer_for
+from keras_tpu_dist.input.process_rows import placer_for
 from keras_tpu_dist.input.shards import InputShard, input_shards_of
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
@@ -29,23 +29,23 @@ from keras_tpu_dist.layout.planner import PLANS, Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
-from keras_tpu_dist.programs.head import step as heads
-from keras_tpu_dist.programs.tables.step import described, refused
+from keras_tpu_dist.programs.passes import explained
+from keras_tpu_dist.programs.tables.step import refused
 from keras_tpu_dist.replica.datasets import (
-    DistributedDataset,
-    DistributedIterator,
     InputContext,
     ValueContext,
     distribute_dataset,
     distribute_datasets_from_function,
     distribute_values_from_function,
 )
+from keras_tpu_dist.replica.iteration import DistributedDataset, DistributedIterator
 from keras_tpu_dist.replica.loop import Launches
 from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
 from keras_tpu_dist.replica.run_options import RunOptions
-from keras_tpu_dist.training import membership, pickling
+from keras_tpu_dist.training import adoption, membership, pickling
 from keras_tpu_dist.training.options import Ahead, Donate, Head, Input, Options, Tables
 from keras_tpu_dist.training.runner import Runner
+from keras_tpu_dist.training.scope import DescribedScope, Scope
 
 if TYPE_CHECKING:
     from keras_tpu_dist.layout.explain import Explanation, VariableRow
@@ -131,7 +131,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
     (None, 'model')
     """
 
-    @known_words
+    @checked_arguments
     def __init__(
         self,
         mesh: MeshLike = None,
@@ -188,7 +188,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         self._device_mesh = device_mesh
         self._batch_dim_name = self.data_axes[0] if self.data_axes else None
         if self._topology is None:
-            membership.exists(self)
+            membership.register(self)
             if not self.placer.is_local:
                 watch_peers()
 
@@ -267,13 +267,13 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """How long the devices waited for input in the last training epoch, or `None`."""
         return self.runner.reports.input_wait
 
-    def scope(self) -> membership.Scope:
+    def scope(self) -> Scope:
         """A context in which you build, compile and run models on this strategy's mesh.
 
         Scopes nest. To use the strategy for the rest of the program, call
         `keras.distribution.set_distribution(strategy)`.
         """
-        return membership.Scope(self) if self._topology is None else membership.DescribedScope(self)
+        return Scope(self) if self._topology is None else DescribedScope(self)
 
     def get_variable_layout(self, variable: Any) -> NamedSharding:
         """The layout of a variable: the one it was given, or else the one that the rules choose.
@@ -290,9 +290,9 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
                 received={"variable": variable},
                 fix="Pass a keras.Variable.",
             )
-        return membership.choose_layout(variable, self)
+        return adoption.choose_layout(variable, self)
 
-    @known_words
+    @checked_arguments
     def get_tensor_layout(self, path: str) -> Any:
         """The layout of a layer's output, or `None`.
 
@@ -316,14 +316,20 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return self.layouts.planned(model)
 
-    @known_words
-    def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
+    @checked_arguments
+    def explain(
+        self, model: Any, path: str | None = None, *, passes: bool = True
+    ) -> "Explanation | VariableRow":
         """How every variable of a model is split, its bytes, and why.
+
+        Below the variables, it lists what is computed otherwise than you wrote it, and why the rest
+        is not.
 
         Args:
             model: A model. If it is not built yet, the variables it has so far are explained.
             path: The path of one variable, or the end of its path, to see that variable alone and
                 the alternatives that were considered.
+            passes: Whether to list what is computed otherwise.
 
         Returns:
             The explanation, or the row of one variable. You can print both.
@@ -338,12 +344,12 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             model,
             self.placement(model),
             self.layouts.mesh,
-            {**described(model, self), **heads.described(model)},
+            explained(model, self) if passes else {},
             membership.why_not_trained(model, self),
         )
         return explanation if path is None else one_row(explanation, path)
 
-    @known_words
+    @checked_arguments
     def lint(
         self, model: Any, batch_size: PositiveInt | None = None, *, strict: bool = False
     ) -> "LintReport":
@@ -393,7 +399,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         from keras_tpu_dist.layout.picture import picture_of
 
         def layout(variable: Any) -> tuple[NamedSharding, str]:
-            return membership.layout_now(variable, self)
+            return adoption.layout_now(variable, self)
 
         return picture_of(what, self.layouts.mesh, self.placement, layout)
 
@@ -673,7 +679,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return distribute_dataset(self, dataset, options, batch_size)
 
-    @known_words
+    @checked_arguments
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable]
     ) -> DistributedDataset:
@@ -697,7 +703,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         """
         return distribute_datasets_from_function(self, dataset_fn)
 
-    @known_words
+    @checked_arguments
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Creates per-replica values by a function that is called once for every replica.
 
@@ -866,10 +872,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         y: Any = None,
         sample_weight: Any = None,
         sequence_length: int | None = None,
+        rows: int | None = None,
         mode: str = "train",
         effort: str = "quick",
         timeout: float = 1800.0,
-        calibration: Any = None,
         verify: bool = False,
         progress: "Progress | None" = None,
     ) -> "DryRun":
@@ -918,10 +924,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             sample_weight=sample_weight,
             sequence_length=sequence_length,
             batch_size=batch_size,
+            rows=rows,
             mode=mode,
             effort=effort,
             timeout=timeout,
-            calibration=calibration,
             verify=verify,
             progress=progress,
         )
@@ -992,7 +998,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         sequence_length: int | None = None,
         minutes: float = 3.0,
     ) -> "Check":
-        """Checks whether the devices compute correct results, and how fast they are.
+        """Checks whether the devices compute correct results.
 
         It compares products, collectives and launches of small models with references. If you pass
         a model, it also compares a training step on all devices with the step on one device. With

@@ -15,7 +15,6 @@ import numpy as np
 from helpers import loaded
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.tools.searches.ranking import Ranking
 
 made_run = loaded(pathlib.Path(__file__).parent / "dryrun" / "made.py", "surface_made").made_run
 NAN, HUGE = float("nan"), 10**30
@@ -140,10 +139,9 @@ ANYTHING = "any structure of arrays"
 
 ITS_OWN = "this package calls it"
 BUILD = (None, "", "build", 3, True, [], {}, lambda: None, lambda: 3)
-CALIBRATION = ("", "none.json", 3, True, NAN, [], {}, ktd.Calibration("v6e"))
 OF_DRY_RUNS: dict[str, Any] = {
     **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
-    "sequence_length": COUNT_OR_NONE,
+    **{"sequence_length": COUNT_OR_NONE, "rows": COUNT_OR_NONE},
     **{"build": BUILD, "batch_size": COUNT_OR_NONE, "mode": word("trian", "fit")},
     **{"timeout": SECONDS, "progress": (3, True, "x")},
 }
@@ -318,27 +316,6 @@ ROWS: dict[str, Row] = {
             **{"num_slices": COUNT, "given_chips_per_host": COUNT_OR_NONE, "_attached": "its own"},
         },
     ),
-    "Calibration": Row(
-        ktd.Calibration,
-        lambda: {"chip": "v5e"},
-        {
-            "chip": (None, *word("v5")),
-            "peak_flops": (None, "", 3, [3], {"float16": 1.0}, {"int8": NAN}, {"int8": True}),
-            **dict.fromkeys(("hbm_bandwidth", "link_bandwidth", "dcn_bandwidth"), SECONDS[1:]),
-            **dict.fromkeys(("quick", "exact"), (*SECONDS[1:], (2.0, 1.0), (1.0, NAN), (1, 2, 3))),
-            "source": (None, 3, True, NAN, [], {}),
-        },
-    ),
-    "Calibration.applied": Row(
-        lambda **k: ktd.Calibration("v5e").applied(**k),
-        dict,
-        {"topology": (None, *word("v5:4x4", "v6e-8"))},
-    ),
-    "Calibration.factor": Row(
-        lambda **k: ktd.Calibration("v5e").factor(**k), dict, {"effort": (None, *word("quik"))}
-    ),
-    "Calibration.load": Row(ktd.Calibration.load, dict, {"path": (*PATH, "none.json")}),
-    "Calibration.save": Row(lambda **k: ktd.Calibration("v5e").save(**k), dict, {"path": PATH}),
     "DeviceAssignment": Row(
         ktd.DeviceAssignment,
         lambda: {"topology": ktd.Topology.parse("v5e:2x4"), "order": ((0, 1), (2, 3))},
@@ -398,7 +375,7 @@ ROWS: dict[str, Row] = {
     "TPUStrategy.explain": Row(
         lambda **k: strategy().explain(**k),
         lambda: {"model": made()},
-        {"model": MODEL, "path": ("", "dnse/kernel", 3, True, NAN, [])},
+        {"model": MODEL, "path": ("", "dnse/kernel", 3, True, NAN, []), "passes": FLAG},
     ),
     "TPUStrategy.lint": Row(
         lambda **k: strategy().lint(**k),
@@ -437,21 +414,9 @@ ROWS: dict[str, Row] = {
             "keep_every_hours": SECONDS_OR_NONE,
         },
     ),
-    "BackupAndRestore": Row(
-        ktd.callbacks.BackupAndRestore,
-        lambda: {"backup_dir": "/tmp/none"},
-        {
-            "backup_dir": PATH,
-            "save_freq": (None, "epochs", "", True, 0, -1, 1.5, NAN, [], HUGE),
-            "double_checkpoint": FLAG,
-            "delete_checkpoint": FLAG,
-            "on_sigterm": FLAG,
-        },
-    ),
     "StopAtStep": Row(ktd.callbacks.StopAtStep, lambda: {"n": 3}, {"n": COUNT[:-1], "more": FLAG}),
     "NameNaN": Row(ktd.callbacks.NameNaN, dict, {"stop": FLAG}),
-    "Goodput": Row(ktd.callbacks.Goodput, lambda: {"path": "/tmp/none"}, {"path": PATH}),
-    "Rates": Row(ktd.callbacks.Rates, dict, {}),
+    "Rates": Row(ktd.callbacks.Rates, dict, {"expected": ("", 3, True, NAN, [], {}, "v5e")}),
     "Rates.load_state_dict": Row(
         lambda **k: ktd.callbacks.Rates().load_state_dict(**k),
         dict,
@@ -463,15 +428,8 @@ ROWS: dict[str, Row] = {
         {
             "steps": (None, "", 3, True, NAN, [], {}, (1,), (0, 2), (3, 2), (1.0, 2), (1, 2, 3)),
             "directory": PATH,
-            "all_processes": FLAG,
         },
     ),
-    "Profile.load_state_dict": Row(
-        lambda **k: ktd.callbacks.Profile().load_state_dict(**k),
-        lambda: {"state": {}},
-        {"state": "read from a checkpoint: what is odd in it is left out"},
-    ),
-    "read_profile": Row(ktd.read_profile, dict, {"directory": (*PATH, "nowhere", object())}),
     "HostMetrics": Row(
         ktd.callbacks.HostMetrics,
         lambda: {"metrics": {"f1": lambda y, p: 0.0}},
@@ -595,7 +553,6 @@ ROWS: dict[str, Row] = {
         {
             "strategy": STRATEGY,
             "effort": word("quik"),
-            "calibration": CALIBRATION,
             "verify": FLAG,
             **OF_DRY_RUNS,
         },
@@ -607,7 +564,7 @@ ROWS: dict[str, Row] = {
             "strategy": STRATEGY,
             "steps": (0, -1, 2.5, "2", True, NAN, []),
             "as_on_chip": FLAG,
-            **{name: values for name, values in OF_DRY_RUNS.items() if name != "progress"},
+            **{n: values for n, values in OF_DRY_RUNS.items() if n not in ("progress", "rows")},
             "batch_size": COUNT,
         },
     ),
@@ -625,69 +582,42 @@ ROWS: dict[str, Row] = {
         lambda: {"model": made, "batch_size": 8},
         {
             **{"model": BUILD, "topology": ("", "v5:4x4", 3, True, []), "effort": word("quik")},
-            **{"mesh": ("", "data", 3, True, [], {"data": 3}), "calibration": CALIBRATION},
+            "mesh": ("", "data", 3, True, [], {"data": 3}),
             **{name: values for name, values in OF_DRY_RUNS.items() if name != "build"},
             "verify": FLAG,
         },
     ),
-    "compare": Row(
-        ktd.compare,
-        lambda: {"build": made, "topology": "v5e:2x2", "meshes": [{"data": 4}], "batch_size": 8},
-        {
-            "topology": (None, *word("v5:4x4")),
-            "meshes": (None, 3, True, "data", [], [3], {"data": 4}),
-            "layouts": (None, 3, True, "fsdq", []),
-            **OF_DRY_RUNS,
-            "calibration": CALIBRATION,
-            "batch_size": COUNT,
-            # What a function returns is said of each candidate.
-            "build": BUILD[:-2],
-        },
-    ),
-    "compare_slices": Row(
-        ktd.compare_slices,
-        lambda: {"rankings": [Ranking("v5e:2x4", ())]},
-        {
-            "rankings": (None, "", "v5e-8", 3, True, [], [3], {}),
-            "price": ("", "1.2", True, 0, -1, NAN, [], {}, {"v5e": 0}, {"v5f": 1.0}, {"v6e": 1.0}),
-        },
-    ),
-    "advise": Row(
-        ktd.advise,
-        lambda: {"build": made, "strategy": described(), "batch_size": 8},
-        {
-            "strategy": STRATEGY,
-            "effort": word("quik"),
-            "calibration": CALIBRATION,
-            **{name: values for name, values in OF_DRY_RUNS.items() if name != "mode"},
-            "batch_size": COUNT,
-            "cache": (None, "", 3, []),
-        },
-    ),
-    "largest_batch": Row(
-        ktd.largest_batch,
-        lambda: {"build": made, "strategy": described()},
-        {
-            "strategy": STRATEGY,
-            "remat": ("", "ful", 3, True, NAN),
-            "effort": word("quik"),
-            "tolerance": (None, "", True, -1, NAN, []),
-            "max_compiles": COUNT,
-            "calibration": CALIBRATION,
-            **{name: values for name, values in OF_DRY_RUNS.items() if name != "batch_size"},
-        },
+    "loss_and_gradients": Row(
+        ktd.loss_and_gradients,
+        lambda: {"function": lambda: 1.0, "models": made()},
+        {"function": (None, "f", 3, True, []), "models": (None, "", "model", 3, [], {}, [3])},
     ),
     "search": Row(
         ktd.search,
         lambda: {"build": made, "topology": "v5e:2x2", "batch_size": 8},
         {
-            **{"build": BUILD, "topology": (None, *word("v5:4x4")), "batch_size": COUNT_OR_NONE},
+            "build": BUILD,
+            "topology": (None, *word("v5:4x4"), [3], ["v5e-8", "v5:4x4"], ["v5e-8", "v5e:2x4"]),
+            "batch_size": COUNT_OR_NONE,
+            "price_per_chip_hour": (
+                *("", "1.2", 1.2, True, 0, NAN, [], {}, {"v5e": 0}, {"v5e": NAN}, {"v5e": True}),
+                *({"v5f": 1.0}, {"v6e": 1.0}),
+            ),
             **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
             "sequence_length": COUNT_OR_NONE,
-            **{"compilations": COUNT, "exact": INDEX, "budget_s": SECONDS},
-            "calibration": CALIBRATION,
+            **{"compilations": COUNT_OR_NONE, "exact": INDEX, "budget_s": SECONDS},
             **{
-                "among": (3, True, "x", [3]),
+                "among": (
+                    3,
+                    True,
+                    "x",
+                    [],
+                    {},
+                    [3],
+                    [{}],
+                    [{"mesh": 3}],
+                    [{"mesh": {"data": 4}, "plan": 1}],
+                ),
                 "progress": (3, True, "x"),
                 "cache": (None, "", 3, []),
             },

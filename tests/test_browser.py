@@ -57,54 +57,15 @@ def body_of(dom):
     return dom[dom.index("<body") :]
 
 
-def first_cells(dom, column):
-    """The texts of a column of the table that was sorted."""
-    table = dom[: dom.index("</table>", dom.index("aria-sort"))].rpartition("<table")[2]
-    rows = re.findall(r"<tr>(<td.*?)</tr>", table, re.DOTALL)
-    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)[column] for row in rows]
-
-
-def clicking(heading, times=1):
-    """A script that clicks the head of a column."""
-    return f"""
-      const head = [...document.querySelectorAll("th button")].find(
-        each => each.textContent === {heading!r});
-      for (let i = 0; i < {times}; i++) head.click();
-    """
-
-
-@pytest.mark.parametrize("mesh", [{"data": 4, "model": 4}, {"data": 16}], ids=str)
-def test_the_page_of_a_dry_run(tmp_path, mesh):
-    dom = body_of(opened(made_run(mesh=mesh).to_html(), tmp_path, clicking("GFLOP")))
-    assert dom.count("<svg") == len({(name,) for name in mesh} | {tuple(mesh)})
-    flops = [float(text) for text in first_cells(dom, 4)]
-    assert flops == sorted(flops, reverse=True)
-    assert len(flops) == 12
-    assert 'class="bar"' in dom
-    assert "evil" not in re.search(r"<title>.*?</title>", dom)[0]
-
-
-def test_tables_sort_both_ways_and_by_words(tmp_path):
-    page = made_run().to_html()
-    up = first_cells(body_of(opened(page, tmp_path, clicking("cycles", 2))), 2)
-    assert [int(n.replace(",", "")) for n in up] == [10**5 * (n + 1) for n in range(12)]
-    words = first_cells(body_of(opened(page, tmp_path, clicking("layer"))), 0)
-    assert words[1:] == sorted(words[1:])
-
-
-def test_a_group_stands_out_under_the_mouse(tmp_path):
-    probe = """document.querySelector("figure rect").dispatchEvent(
-      new MouseEvent("mouseover", {bubbles: true}));"""
-    dom = opened(made_run(mesh={"data": 4, "model": 4}).to_html(), tmp_path, probe)
-    first = dom[dom.index("<figure>") : dom.index("</figure>")]
-    assert 'class="others"' in first
-    assert len(re.findall(r"<rect[^>]*same", first)) == 4
+def test_the_page_of_a_dry_run(tmp_path):
+    page = opened(made_run().to_html(), tmp_path)
+    assert 'class="bar"' in body_of(page)
+    assert "evil" not in re.search(r"<title>.*?</title>", page)[0]
 
 
 def test_the_page_of_a_comparison(tmp_path):
-    dom = body_of(opened(made_comparison().to_html(), tmp_path, clicking("layout")))
+    dom = body_of(opened(made_comparison().to_html(), tmp_path))
     assert dom.count("<circle") == 4
-    assert first_cells(dom, 2)[1:] == ["auto", "fsdp", "replicated", "replicated"]
 
 
 def test_what_notebooks_show(tmp_path):

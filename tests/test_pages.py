@@ -22,13 +22,12 @@ reader = of_docs("reader")
 PAGES = reader.PAGES
 # Blocks that are not run, by page: each has its reason beside it.
 NOT_RUN = {
+    "README.md": 1,
     "checkpoints.md": 5,
     "coming_from.md": 3,
-    "experts.md": 2,
     "keras_hub.md": 2,
     "migration.md": 1,
-    "pods.md": 3,
-    "restart.md": 3,
+    "pods.md": 4,
     "troubleshooting.md": 2,
 }
 # Run elsewhere: in processes of their own, since the compiler may abort; and commands.
@@ -40,7 +39,7 @@ ELSEWHERE = {
 SLOW = {
     *("attention.md", "checkpoints.md", "coming_from.md", "costs.md", "experts.md", "index.md"),
     *("input.md", "kaggle_colab.md", "keras_hub.md", "layouts.md", "logical_devices.md"),
-    *("migration.md", "mixed_precision.md", "recurrent.md", "remat.md", "restart.md"),
+    *("migration.md", "mixed_precision.md", "recurrent.md", "remat.md"),
     "troubleshooting.md",
 }
 

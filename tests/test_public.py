@@ -6,11 +6,11 @@ import sys
 import keras_tpu_dist as ktd
 
 NAMES = """
-Calibration CheckpointError DeviceAssignment DistributedDataset DryRun InputContext InputShard
-LayoutRules LoopCheckpoint PerReplica Planner ReplicaContext RunOptions TPUStrategy Topology
-ValueContext Verification __version__ advise assign callbacks checkpoints compare compare_slices
-convert diff dry_run freeze get_replica_context initialize largest_batch layers read_profile remat
-replicate restore scan_blocks search show_progress simulate split verify
+CheckpointError DeviceAssignment DistributedDataset DryRun InputContext InputShard LayoutRules
+LoopCheckpoint PerReplica Planner ReplicaContext RunOptions TPUStrategy Topology ValueContext
+Verification __version__ assign callbacks checkpoints convert diff
+dry_run freeze get_replica_context initialize layers loss_and_gradients remat replicate restore
+scan_blocks search show_progress simulate split verify
 """
 
 

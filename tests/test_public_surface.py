@@ -48,7 +48,6 @@ def test_all_else_is_one_clear_error(name):
     ("call", "hint"),
     [
         (lambda: ktd.callbacks.Checkpoint("a", every_epoch=1), "Did you mean 'every_epochs'"),
-        (lambda: ktd.callbacks.BackupAndRestore("a", save_frq=1), "Did you mean 'save_freq'"),
         (lambda: ktd.TPUStrategy(layout="fsdq"), "Did you mean 'fsdp'"),
         (lambda: ktd.Planner("fsdq"), "Did you mean 'fsdp'"),
         (lambda: ktd.TPUStrategy(prefech=2), "Did you mean 'prefetch'"),

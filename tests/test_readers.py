@@ -59,7 +59,8 @@ MAY_BE_CODE = {
 # Attributes by a name that is no word of the source, and where that comes from.
 MAY_SET = {
     ("callbacks/states.py", "setattr(callback, name, saved[name])"): "CHANGING, in the source",
-    ("callbacks/states.py", "setattr(callback, name, found)"): "ARRAYS, in the source",
+    ("callbacks/states.py", "setattr(callback, name, values)"): "ARRAYS, in the source",
+    ("layers/convert.py", "setattr(clone, name, copier.of(value))"): "the model's own attributes",
     ("_keras/building.py", "setattr(model, name, value)"): "two words in the source",
     ("_keras/building.py", "setattr(keras.Variable, name, chosen)"): "a class's own names",
     ("_keras/building.py", "delattr(keras.Variable, name)"): "a class's own names",
@@ -68,17 +69,18 @@ MAY_SET = {
         "_keras/calls.py",
         "setattr(kind, name, _routed(stock, name, {**wrappers, place: around}))",
     ): "a word of the caller",
-    ("_keras/trainer.py", "setattr(model, f'{kind}_function', None)"): "one of _GROUPS",
+    ("_keras/trainer.py", "setattr(model, f'{kind}_function', None)"): "one of GROUPS",
     ("_keras/marks.py", "object.__setattr__(target, self.attribute, value)"): "the mark's own",
-    ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
+    ("_keras/configs.py", "setattr(owner, name, _calling(stock, by))"): "_REPLACED, in the source",
+    ("_keras/configs.py", "setattr(owner, name, stock)"): "_REPLACED, in the source",
     (
-        "hardware/calibration.py",
-        "object.__setattr__(self, name, _positive(name, getattr(self, name)))",
-    ): "_RATES, in the source",
+        "_keras/seam.py",
+        "setattr(holder, replacement.name, replacement.by)",
+    ): "the table in the source",
     (
-        "hardware/calibration.py",
-        "object.__setattr__(self, name, _span(name, getattr(self, name)))",
-    ): "_FACTORS, in the source",
+        "_keras/seam.py",
+        "setattr(holder, replacement.name, _calling(stock, replacement.by))",
+    ): "the table in the source",
     (
         "_keras/active.py",
         "setattr(global_state.GLOBAL_STATE_TRACKER, name, value)",

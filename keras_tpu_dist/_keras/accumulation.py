@@ -10,7 +10,7 @@ import keras
 
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
-from keras_tpu_dist._keras.trainer import stateless_scope
+from keras_tpu_dist._keras.state import stateless_scope
 from keras_tpu_dist.common.setting import setting
 
 _accumulate: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
@@ -33,7 +33,7 @@ def accumulating(accumulate: Callable[..., tuple[list, list] | None]) -> Abstrac
 
 def accumulated_for(optimizer: Any) -> dict[int, str]:
     """The weight for each variable in which an optimizer sums gradients up: from id to path."""
-    pairs = zip(optimizer._accumulated_gradients, optimizer._trainable_variables)
+    pairs = zip(optimizer._accumulated_gradients, optimizer._trainable_variables, strict=True)
     return {id(accumulator): weight.path for accumulator, weight in pairs}
 
 
@@ -52,7 +52,7 @@ def _apply_gradients(stock: Callable, optimizer: Any, grads: list, trainable_var
     def update(means: list, values: list) -> list:
         scope = keras.StatelessScope()
         scope.state_mapping.update(around.state_mapping)
-        scope.state_mapping.update(zip(map(id, changing), values))
+        scope.state_mapping.update(zip(map(id, changing), values, strict=True))
         with scope:
             clipped = optimizer._clip_gradients(means)
             optimizer._apply_weight_decay(trainable_variables)
@@ -65,7 +65,7 @@ def _apply_gradients(stock: Callable, optimizer: Any, grads: list, trainable_var
     if found is None:
         return stock(optimizer, grads, trainable_variables)
     values, new_sums = found
-    for variable, value in zip([*changing, *sums], [*values, *new_sums]):
+    for variable, value in zip([*changing, *sums], [*values, *new_sums], strict=True):
         variable.assign(value)
     if optimizer.use_ema:
         _average(optimizer)
@@ -78,7 +78,7 @@ def _average(optimizer: Any) -> None:
     if optimizer.ema_overwrite_frequency is None:
         return
     overwrites = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
-    for weight, average in zip(weights, optimizer._model_variables_moving_average):
+    for weight, average in zip(weights, optimizer._model_variables_moving_average, strict=True):
         weight.assign(jax.numpy.where(overwrites, average.value, weight.value))
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 from typing import Any
 
+import jax
 import keras
 from keras.src.backend.common import global_state
 from keras.src.distribution import distribution_lib
@@ -28,6 +29,12 @@ def _set_global_attribute(name: str, value: Any) -> None:
         _last.distribution = value
 
 
+def _clear_session(stock, *args, **kwargs):
+    before = _last.distribution
+    stock(*args, **kwargs)
+    _last.distribution = before
+
+
 seam.declare(
     Replacement(
         "keras.src.backend.common.global_state",
@@ -38,12 +45,24 @@ seam.declare(
         hook="a distribution that `clear_session` keeps",
         parameters=("name", "value"),
         whole=True,
-    )
+    ),
+    Replacement(
+        "keras.src.backend.common.global_state",
+        "clear_session",
+        _clear_session,
+        why="Keras 3.16 turns the distribution off there as you would do it",
+        hook="a distribution that `clear_session` keeps",
+        inside=True,
+    ),
 )
 
 
 def is_strategy(distribution: Any) -> bool:
-    """Whether a distribution is one that the seam serves."""
+    """Whether a distribution is one that the seam serves.
+
+    Args:
+        distribution: Any `keras.distribution.Distribution`, or `None`, which is not one.
+    """
     return isinstance(distribution, distribution_lib.Distribution) and hasattr(
         distribution, "runner"
     )
@@ -68,3 +87,20 @@ def active_strategy() -> Any:
     """The active distribution if it is ours."""
     distribution = active_distribution()
     return distribution if is_strategy(distribution) else None
+
+
+def active_mesh() -> tuple[Any, tuple[str, ...]]:
+    """The mesh of the active distribution, and its axes that split the batch; or `(None, ())`.
+
+    A strategy provides it by `mesh` and `data_axes`, Keras's own distributions by their device mesh
+    and batch axis.
+    """
+    distribution: Any = active_distribution()
+    if distribution is None:
+        return None, ()
+    of_strategy = getattr(distribution, "mesh", None)
+    if isinstance(of_strategy, jax.sharding.Mesh):
+        return of_strategy, tuple(distribution.data_axes)
+    device_mesh = distribution.device_mesh
+    axis = distribution.batch_dim_name
+    return device_mesh.backend_mesh, (axis,) if axis in device_mesh.axis_names else ()

@@ -142,6 +142,11 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     """Builds model, metrics, loss and optimizer from a batch of `keras.KerasTensor`, as fit does.
 
     Public replacement: none; `model.build` builds neither metrics nor the optimizer.
+
+    Args:
+        model: The model.
+        batch: `(x, y, sample_weight)`.
+        mode: `"predict"` builds only the layers.
     """
     if mode != "predict":
         model._symbolic_build(data_batch=batch)
@@ -153,6 +158,10 @@ def output_spec(model: keras.Model, x: object) -> Any:
     """The outputs of a model as `keras.KerasTensor`; layers without weights get them.
 
     Public replacement: calling the model, which leaves a node in its graph.
+
+    Args:
+        model: The model.
+        x: Its input, of `keras.KerasTensor`.
     """
     return keras.src.backend.compute_output_spec(model, x, training=False)
 
@@ -161,6 +170,9 @@ def layer_names(model: keras.Model) -> set[str]:
     """Names of all layers of a model, at any depth, and of its optimizer.
 
     Public replacement: none; `model.layers` leaves out layers inside of custom layers.
+
+    Args:
+        model: A model that has an attribute `optimizer`, as `compile` sets it; it may be `None`.
     """
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
     # An uncompiled model, which can predict, has no such attribute.
@@ -172,6 +184,9 @@ def is_built(model: keras.Model) -> bool:
     """Whether all weights that a model uses exist; a layer that it never calls gets none.
 
     Public replacement: none; `model.built` can be true before its layers are.
+
+    Args:
+        model: The model.
     """
     if all(layer.built for layer in model._flatten_layers()):
         return True
@@ -191,7 +206,7 @@ def attributes_restored(variables: list, *names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for variable, attributes in zip(variables, before):
+        for variable, attributes in zip(variables, before, strict=True):
             for name in names:
                 vars(variable).pop(name, None)
             vars(variable).update(attributes)
@@ -235,6 +250,10 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
     """Sets a variable's layout and leaves its value where it is.
 
     Public replacement: none; see `attributes_restored`.
+
+    Args:
+        variable: The variable, also one without a value.
+        layout: The layout for Keras to find, such as a `jax.sharding.NamedSharding`.
     """
     variable._layout = layout
 
@@ -243,5 +262,8 @@ def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     """An exported program without the closure of its gradient, so that it can be pickled.
 
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
+
+    Args:
+        exported: The result of `jax.export`, which does not change.
     """
     return dataclasses.replace(exported, _get_vjp=None)

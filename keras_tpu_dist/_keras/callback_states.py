@@ -36,9 +36,17 @@ def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...
     """The attributes that a Keras callback changes, as far as this Keras has them.
 
     Public replacement: none; `state_dict()` of callbacks.
+
+    Args:
+        callback: Any callback; for callbacks that Keras does not define, none are known.
+        table: `CHANGING` or `ARRAYS`.
     """
     kinds = [getattr(keras.callbacks, name, None) for name in table]
-    found = [n for kind, n in zip(kinds, table.values()) if kind and isinstance(callback, kind)]
+    found = [
+        n
+        for kind, n in zip(kinds, table.values(), strict=True)
+        if kind and isinstance(callback, kind)
+    ]
     return tuple(name for names in found for name in names if _has(callback, name))
 
 

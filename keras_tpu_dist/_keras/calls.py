@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,7 +10,9 @@ import jax
 import keras
 import numpy as np
 from jax._src import core
+from keras.src.backend.common import global_state
 
+from keras_tpu_dist._keras.state import stateless_scope
 from keras_tpu_dist._keras.structure import (
     AutocastScope,
     flatten_layers,
@@ -20,7 +21,6 @@ from keras_tpu_dist._keras.structure import (
     owner_of_loss,
     with_keras_mask,
 )
-from keras_tpu_dist._keras.trainer import stateless_scope
 from keras_tpu_dist.common.setting import setting
 
 
@@ -107,7 +107,7 @@ def give_to_calls(read: Callable[[], Any], replaced: Callable[[Any], Any]) -> No
 @contextlib.contextmanager
 def _surrounded(arrays: list) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for (_, replaced), array in zip(_surroundings, arrays):
+        for (_, replaced), array in zip(_surroundings, arrays, strict=True):
             stack.enter_context(replaced(array))
         yield
 
@@ -119,6 +119,12 @@ class PureCall:
     of assigned variables (moving statistics, seeds, metrics), and the added losses. `finish` then
     applies these. So a transformation that knows nothing about Keras can trace the call by itself,
     and as often as it likes.
+
+    Args:
+        function: The function; it may read and assign variables, and add losses.
+        layer: The layer that is called, or `None`.
+        args: Its positional arguments; those that are not arrays are not traced.
+        kwargs: Its keyword arguments.
 
     Attributes:
         inputs: The arrays among the arguments, their masks, and the arrays of `give_to_calls`.
@@ -142,6 +148,7 @@ class PureCall:
         """Runs the function.
 
         Args:
+            inputs: Arrays as in `inputs`.
             values: Values of the variables in `read`, in that order; the others, or all, are read
                 as usual.
         """
@@ -150,7 +157,8 @@ class PureCall:
             with_keras_mask(arrays[i], mask)
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
-        with _surrounded(surroundings), _CallScope(zip(self.read, values)) as scope:
+        known = zip(self.read, values, strict=False)  # there may be none
+        with _surrounded(surroundings), _CallScope(known) as scope:
             outputs = self._function(*args, **kwargs)
         self.read = self.read or tuple(scope.read.values())
         self._updated, self._added = tuple(scope.updated.values()), set(scope.added)
@@ -169,11 +177,15 @@ class PureCall:
         }
 
     def finish(self, results: dict[str, Any]) -> Any:
-        """Assigns variables, adds losses and sets masks; returns the function's result."""
-        for variable, value in zip(self._updated, results["updates"]):
+        """Assigns variables, adds losses and sets masks; returns the function's result.
+
+        Args:
+            results: The results of the call, however they were computed.
+        """
+        for variable, value in zip(self._updated, results["updates"], strict=True):
             added = id(variable) in self._added
             (variable.assign_add if added else variable.assign)(value)
-        for owner, loss in zip(self._owners, results["losses"]):
+        for owner, loss in zip(self._owners, results["losses"], strict=True):
             owner.add_loss(loss)
         for i, mask in results["masks"].items():
             with_keras_mask(results["out"][i], mask)
@@ -193,6 +205,10 @@ def computed_otherwise(
     """Runs a layer's call, with its program computed in another way.
 
     Args:
+        stock: The call.
+        layer: The layer.
+        args: The call's positional arguments.
+        kwargs: Its keyword arguments.
         compute: A function of the program, a `ClosedJaxpr`, and its inputs, which returns the
             outputs, or `None` to compute them as the program does.
 
@@ -220,28 +236,66 @@ def traced_program() -> Any:
     return trace
 
 
+def is_of_inner_trace(value: Any) -> bool:
+    """Whether an array was computed in the innermost trace, after which it has no value.
+
+    Public replacement: none; `jax.checking_leaks` raises at the end of a trace.
+    """
+    return isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
+
+
+def recomputes(program: Any) -> bool:
+    """Whether a program that is being traced is one that `jax.checkpoint` computes again."""
+    return program is not None and "remat" in program.frame.debug_info.traced_for
+
+
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """A context in which operations run at once, on true values, in the middle of a trace.
+
+    Public replacement: none; `jax.ensure_compile_time_eval` keeps the axes of the trace.
+    """
+    context, scope = core.trace_ctx, stateless_scope()
+    trace, axes = context.trace, context.axis_env
+    nowhere = jax.sharding.AbstractMesh((), ())
+    context.reset()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with jax.sharding.use_abstract_mesh(nowhere):
+            # On leaving it, Keras initializes the variables that were made within the trace.
+            with keras.StatelessScope():
+                pass
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+        context.set_trace(trace)
+        context.set_axis_env(axes)
+
+
+def scope_around_calls() -> Any:
+    """The `keras.StatelessScope` that is entered, or around the calls of layers; or `None`."""
+    scope = stateless_scope()
+    while isinstance(scope, _CallScope):
+        scope = scope._around
+    return scope
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))
 
 
-class Wrapper(enum.IntEnum):
-    """What wraps a layer's call, the outermost first, in whichever order features were asked for.
+# What may wrap layers' calls, and how far in: `order_calls` sets it.
+_places: dict[str, int] = {}
 
-    A layer that is recomputed is so with its program rewritten; one that a device computes for
-    others is all of that within the device's branch.
+
+def order_calls(names: Iterable[str]) -> None:
+    """Sets the order of what wraps layers' calls, in whichever order features were asked for.
+
+    Args:
+        names: The names, the outermost first.
     """
-
-    BLOCK = enum.auto()
-    SCANNED = enum.auto()
-    ASSIGNED = enum.auto()
-    NAMED = enum.auto()
-    GATHERED = enum.auto()
-    RECOMPUTED = enum.auto()
-    TAKEN_APART = enum.auto()
-    EXCHANGED = enum.auto()
-    CHOSEN = enum.auto()
-    LOW_RANK = enum.auto()
-    ON_HOST = enum.auto()
+    _places.clear()
+    _places.update({name: place for place, name in enumerate(names)})
 
 
 _ROUTED = "_keras_tpu_dist_routed"
@@ -251,23 +305,25 @@ _running: contextvars.ContextVar[frozenset[tuple[int, str]]] = contextvars.Conte
 )
 
 
-def route_calls(kind: type, place: Wrapper, around: Callable[..., Any], *names: str) -> None:
-    """Wraps methods of a layer class in a function, once for every place.
+def route_calls(kind: type, name: str, around: Callable[..., Any], *methods: str) -> None:
+    """Wraps methods of a layer class in a function, once for every name.
 
     Args:
         kind: The class; inherited methods are wrapped on it, and its base class does not change.
+        name: What wraps them: a name of `order_calls`.
         around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the method with
             the wrappers further in, bound to the layer.
-        *names: Names of methods; by default those in which a layer computes.
+        *methods: Names of methods; by default those in which a layer computes.
     """
-    for name in names or ("call", "quantized_call"):
-        method = getattr(kind, name, None)
+    place = _places[name]
+    for each in methods or ("call", "quantized_call"):
+        method = getattr(kind, each, None)
         stock, wrappers = getattr(method, _ROUTED, (method, {}))
         if stock is not None and place not in wrappers:
-            setattr(kind, name, _routed(stock, name, {**wrappers, place: around}))
+            setattr(kind, each, _routed(stock, each, {**wrappers, place: around}))
 
 
-def _routed(stock: Callable[..., Any], name: str, wrappers: dict[Wrapper, Callable]) -> Callable:
+def _routed(stock: Callable[..., Any], name: str, wrappers: dict[int, Callable]) -> Callable:
     @functools.wraps(stock)
     def call(self, *args, **kwargs):
         running, method = _running.get(), functools.partial(stock, self)
@@ -299,7 +355,11 @@ def route_attention_layers(layer: Any, around: Callable[..., Any]) -> None:
     """Wraps the part of Keras's attention layers that computes from query, key and value.
 
     Public replacement: a public method of these layers, or a layer of its own for that part.
+
+    Args:
+        layer: The layer, which is searched for attention layers, itself included.
+        around: See `route_calls`.
     """
     for inner in flatten_layers(layer):
         if isinstance(inner, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
-            route_calls(type(inner), Wrapper.RECOMPUTED, around, "_compute_attention")
+            route_calls(type(inner), "remat", around, "_compute_attention")

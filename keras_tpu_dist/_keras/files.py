@@ -2,13 +2,13 @@
 
 import functools
 import io
+import logging
 import math
 import os
-import re
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from keras.src.saving import saving_api, saving_lib
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.seam import Replacement
+
+logger = logging.getLogger("keras_tpu_dist")
 
 _WEIGHTS = "model.weights.h5"
 _MOST_BYTES_OF_A_MAP = 64 * 2**20
@@ -65,6 +67,9 @@ def names_in_files(model: Any) -> tuple[dict[str, Any], dict[int, str]]:
 
     Public replacement: none; `save_weights` writes them.
 
+    Args:
+        model: A built model. Saved values that are not variables of a layer are left out.
+
     Returns:
         A dict from names to variables of layers and of the optimizer, or to other values that a
         layer saves; and a dict from the `id` of a layer to the start of its names.
@@ -85,6 +90,7 @@ class WeightsFile:
     than its shape implies.
 
     Args:
+        path: The file.
         most_bytes: The maximal size of the weights in a compressed `.keras` file. Keras does not
             compress them, so they are usually read in place.
     """
@@ -113,13 +119,31 @@ class WeightsFile:
         """The dtypes of its arrays, by name."""
         return {_name(path, key): _dtype(self._dataset(path, key)) for path, key in self._keys()}
 
+    def name_of(self, start: str) -> str:
+        """The name that an object had when it was saved, or `""`.
+
+        Args:
+            start: What the names of its arrays begin with.
+        """
+        self._store.get(start.removesuffix("/").removesuffix("vars").strip("/"))
+        name = getattr(self._store._h5_entry_group, "attrs", {}).get("name")
+        return name if isinstance(name, str) else ""
+
     def read(self, name: str) -> np.ndarray:
-        """One array."""
+        """One array.
+
+        Args:
+            name: Its name.
+        """
         path, _, key = name.rpartition("/vars/") if "/vars/" in name else ("", "", name[5:])
         dataset = self._dataset(path, key)
         dtype, chunks = dataset.dtype, dataset.chunks or dataset.shape
         numbers = dtype.names is None and dtype.subdtype is None and dtype.kind in "biufcV"
-        if not numbers or dtype.itemsize > 16 or any(c > n for c, n in zip(chunks, dataset.shape)):
+        if (
+            not numbers
+            or dtype.itemsize > 16
+            or any(c > n for c, n in zip(chunks, dataset.shape, strict=True))
+        ):
             raise ValueError(f"{name} holds {dtype} in chunks {chunks} of {dataset.shape}")
         return np.array(dataset, dtype=_dtype(dataset))
 
@@ -236,17 +260,12 @@ def _name(path: str, key: str) -> str:
     return f"{path}/vars/{key}" if path else f"vars/{key}"
 
 
-def serve_loading(find_strategy: Callable[[Any], Any], restore: Callable[..., Any]) -> None:
-    """Declares the replacements of functions that hold a second copy of all weights.
+def serve_loading(find_strategy: Callable[[Any], Any]) -> None:
+    """Declares the replacements of functions that load weights.
 
     Args:
         find_strategy: Returns the strategy of a model, or `None`.
-        restore: Called as `restore(model, directory, strict=..., rename=...)` to load what Orbax
-            wrote.
     """
-    in_groups = (
-        "Keras holds the old state and the new one on the devices, and all of it on the host"
-    )
     seam.declare(
         Replacement(
             "keras.src.saving.saving_lib",
@@ -268,17 +287,17 @@ def serve_loading(find_strategy: Callable[[Any], Any], restore: Callable[..., An
         Replacement(
             "keras.src.saving.saving_api",
             "load_weights",
-            functools.partial(_load_weights, find_strategy, restore),
-            why=in_groups,
-            hook="reading from Orbax by groups of arrays",
+            _load_weights,
+            why="Keras skips weights in a directory of Orbax that have other paths, in silence",
+            hook="an error for weights that are not loaded",
             parameters=("model", "filepath", "skip_mismatch"),
         ),
         Replacement(
             "keras.src.saving.saving_api",
             "_load_model_from_orbax_checkpoint",
-            functools.partial(_load_model, restore),
-            why=in_groups,
-            hook="reading from Orbax by groups of arrays",
+            _load_model,
+            why="it finds no weight of a `Sequential` in a directory of Orbax, in silence",
+            hook="an error for weights that are not loaded",
             parameters=("filepath", "custom_objects", "compile", "safe_mode"),
         ),
     )
@@ -303,31 +322,48 @@ def _h5_file(stock, store, path_or_io, mode=None):
     return stock(store, path_or_io, mode)
 
 
-def _load_weights(find_strategy, restore, stock, model, filepath, skip_mismatch=False, **kwargs):
-    is_directory = os.path.isdir(filepath) and saving_api.is_orbax_checkpoint(filepath)
-    if is_directory and not kwargs and find_strategy(model) is not None:
-        restore(model, os.fspath(filepath), strict=not skip_mismatch)
-    else:
-        stock(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
+def _load_weights(stock, model, filepath, skip_mismatch=False, **kwargs):
+    stock(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
+    if os.path.isdir(filepath) and saving_api.is_orbax_checkpoint(filepath):
+        _say_what_is_left(model, os.fspath(filepath))
 
 
-def _load_model(restore, stock, filepath, custom_objects=None, compile=True, safe_mode=True):
-    if active_strategy() is None:
-        return stock(filepath, custom_objects, compile, safe_mode)
-    found = saving_api.ocp.training.Checkpointer(directory=filepath)
-    step = getattr(found.latest, "step", None)
-    saved = [] if step is None else found.checkpointables_metadata(step).metadata
-    if "model_config" not in saved:
-        return stock(filepath, custom_objects, compile, safe_mode)  # which says so
-    wanted = {name: None for name in ("model_config", "assets") if name in saved}
-    loaded = found.load_checkpointables(step, wanted)
-    config = loaded["model_config"]["config"]
-    model = saving_lib._model_from_config(config, custom_objects, compile, safe_mode)
-    # If a `Sequential` is made from its config, the paths of its variables lack its name, and Keras
-    # would load nothing.
-    own = f"{model.name}/"
-    named = any(variable.path.startswith(own) for variable in model.variables)
-    rename = [] if named else [(f"^{re.escape(own)}", "")]
-    restore(model, os.path.join(filepath, str(step)), rename=rename)
-    saving_lib._load_assets_from_dict(model, loaded.get("assets"))
+def _say_what_is_left(model: Any, directory: str) -> None:
+    """Logs which weights Keras has not loaded from a directory of Orbax, if any, in silence."""
+    path = directory
+    if any(name.isdigit() for name in saving_api.file_utils.listdir(directory)):
+        path = saving_api.find_latest_orbax_checkpoint(directory)
+    saved = saving_api.ocp.checkpointables_metadata(path).metadata["pytree"]
+    groups = ("trainable_variables", "non_trainable_variables")
+    left = [
+        variable.path
+        for group in groups
+        for variable in getattr(model, group)
+        if not _is_at(saved.get(group), variable.path.split("/"))
+    ]
+    if left:
+        logger.warning(
+            "%d of the %d weights of model %r were not loaded from %r, and Keras does not say so "
+            "(the first: %r): it has them under other paths. Build the model by the code that "
+            "saved it, with names for the model and its layers, and call load_weights; or save by "
+            "model.save or keras_tpu_dist.callbacks.Checkpoint",
+            len(left),
+            len(model.variables),
+            model.name,
+            directory,
+            left[0],
+        )
+
+
+def _is_at(tree: Any, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _load_model(stock, filepath, *args, **kwargs):
+    model = stock(filepath, *args, **kwargs)
+    _say_what_is_left(model, os.fspath(filepath))
     return model

@@ -13,7 +13,11 @@ _METHODS = ("generate", "generate_step", "make_generate_function")
 
 
 def generates(model: Any) -> bool:
-    """Whether a model generates tokens, as KerasHub's language models do."""
+    """Whether a model generates tokens, as KerasHub's language models do.
+
+    Args:
+        model: A model.
+    """
     return all(callable(getattr(type(model), name, None)) for name in _METHODS)
 
 
@@ -37,5 +41,9 @@ def _made(model: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def sampler_variables(model: Any) -> list:
-    """The variables of the sampler that `compile` gave a model: random states."""
+    """The variables of the sampler that `compile` gave a model: random states.
+
+    Args:
+        model: A model that generates.
+    """
     return list(model.sampler.variables)

@@ -134,7 +134,11 @@ class _AgreedLength:
 
 
 def ends_ragged(data_adapter: Any) -> bool:
-    """Whether the last batch of an input is known to be smaller than the others."""
+    """Whether the last batch of an input is known to be smaller than the others.
+
+    Args:
+        data_adapter: Keras's adapter of the input.
+    """
     try:
         return bool(data_adapter.has_partial_batch)
     except NotImplementedError:
@@ -159,6 +163,9 @@ def is_users_code(data_adapter: Any) -> bool:
     """Whether user code creates the batches: a generator or a `PyDataset`.
 
     Public replacement: none; only the adapter is left of the input.
+
+    Args:
+        data_adapter: Keras's adapter of the input.
     """
     return isinstance(_stock_adapter(data_adapter), (GeneratorDataAdapter, PyDatasetAdapter))
 
@@ -178,6 +185,9 @@ def shuffling_epoch(data_adapter: Any) -> int | None:
     Python's global random numbers.
 
     Public replacement: none; `fit(initial_epoch=...)` does not reach the adapter.
+
+    Args:
+        data_adapter: Keras's adapter of the input, or `None`.
     """
     stock = _stock_adapter(data_adapter)
     # Arrays and `PyDataset`s have a flag for shuffling; a torch loader's sampler gets the epoch.
@@ -186,7 +196,12 @@ def shuffling_epoch(data_adapter: Any) -> int | None:
 
 
 def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
-    """Makes an adapter shuffle as in a given epoch; call it before its first batch is read."""
+    """Makes an adapter shuffle as in a given epoch; call it before its first batch is read.
+
+    Args:
+        data_adapter: Keras's adapter for the input, which counts epochs.
+        epoch: A result of `shuffling_epoch` for an adapter of the same input.
+    """
     _stock_adapter(data_adapter)._epoch = epoch
 
 
@@ -196,6 +211,9 @@ def orders_ahead(data_adapter: Any) -> bool:
     This is so for a `PyDataset` with workers, which start then.
 
     Public replacement: none.
+
+    Args:
+        data_adapter: Keras's adapter of the input, or `None`.
     """
     return getattr(_stock_adapter(data_adapter), "enqueuer", None) is not None
 
@@ -206,6 +224,9 @@ def drop_what_is_left(data_adapter: Any) -> None:
     Keras reads one batch to build a model, and leaves further batches of the workers in the queue.
     So the first epoch would begin with batches in that order, continue with its own, and lack some.
     Public replacement: none.
+
+    Args:
+        data_adapter: Keras's adapter of the input, whose epoch has begun.
     """
     stock = _stock_adapter(data_adapter)
     if orders_ahead(stock) and stock.shuffle and stock.num_batches is not None:
@@ -222,6 +243,12 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
     Keras counts `steps_per_execution` for every launch, even for a shorter one. For an input of
     unknown length, it notices the end by a launch without any batch, and there is none after the
     last launch of an epoch. Public replacement: none.
+
+    Args:
+        epoch_iterator: The iterator of the running epoch.
+        steps: How many of the counted steps did not run.
+        ran_out: Whether the launch was the last one of the epoch, shortened by the end of the
+            input.
     """
     seen: Any = epoch_iterator._steps_seen
     epoch_iterator._steps_seen = seen - steps

@@ -9,7 +9,7 @@ import numpy as np
 from keras.src.utils.numerical_utils import encode_categorical_inputs
 
 from keras_tpu_dist._keras.active import active_strategy
-from keras_tpu_dist._keras.calls import Wrapper, route_calls
+from keras_tpu_dist._keras.calls import route_calls
 from keras_tpu_dist._keras.structure import flatten_layers
 from keras_tpu_dist._keras.trainer import on_compile, on_new_layer
 from keras_tpu_dist.common.errors import value_error
@@ -22,7 +22,7 @@ _PIPELINE = (
 def _looked_up(stock, layer, args, kwargs):
     """A call of `IntegerLookup`, on the device if it is within a compiled program."""
     inputs = args[0] if args else kwargs.get("inputs")
-    # Stock Keras compiles it, too, if a strategy has compiled it before: see `_make_compiled`.
+    # Stock Keras compiles it, too, if a strategy has compiled it before: see `_keras.compiling`.
     compiles = active_strategy() is not None or layer.supports_jit
     if not compiles or not isinstance(inputs, jax.core.Tracer):
         return stock(*args, **kwargs)
@@ -114,16 +114,13 @@ _ROUTES = (
 def _route(layer: Any) -> None:
     for kind, around in _ROUTES:
         if isinstance(layer, kind):
-            route_calls(type(layer), Wrapper.ON_HOST, around, "call")
+            route_calls(type(layer), "lookups", around, "call")
 
 
-def _make_compiled(model: Any) -> None:
-    """Lets Keras compile a model that has an `IntegerLookup`."""
-    for layer in flatten_layers(model):
+def _route_all(model: Any, jit_compile: Any) -> None:
+    for layer in flatten_layers(model) if active_strategy() is not None else ():
         _route(layer)
-        if isinstance(layer, keras.layers.IntegerLookup):
-            layer.supports_jit = True
 
 
 on_new_layer(_route)
-on_compile(_make_compiled)
+on_compile(_route_all)

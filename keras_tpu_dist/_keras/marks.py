@@ -2,11 +2,10 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_tpu_dist._keras.seam import Replacement, declare
-from keras_tpu_dist._keras.structure import flatten_layers
 
 # The key in `.keras` files, next to a layer's class and config. Keras ignores it, so the file also
 # loads without this package.
@@ -14,20 +13,33 @@ _SAVED = "keras_tpu_dist"
 
 
 class Mark:
-    """An attribute that this package sets on variables or layers; copies and pickles keep it.
+    """An attribute of this package on variables, layers or models; copies and pickles keep it.
 
     Public replacement: none; a dictionary with weak keys is not copied along with its objects.
+
+    Args:
+        attribute: The name of the attribute.
     """
 
     def __init__(self, attribute: str):
         self.attribute = attribute
 
     def of(self, target: Any, default: Any = None) -> Any:
-        """The value of the mark on an object."""
+        """The value of the mark on an object.
+
+        Args:
+            target: A variable, layer or model.
+            default: The result if there is none.
+        """
         return getattr(target, self.attribute, default)
 
     def write(self, target: Any, value: Any) -> None:
-        """Sets the mark on an object."""
+        """Sets the mark on an object.
+
+        Args:
+            target: A variable, layer or model.
+            value: The value.
+        """
         # Not with the object's own `__setattr__`: that of layers tracks its values.
         object.__setattr__(target, self.attribute, value)
 
@@ -38,6 +50,7 @@ class LayerMark(Mark):
     Public replacement: attributes that `get_config` may add to.
 
     Args:
+        attribute: The name of the attribute.
         saved: Whether its values are plain enough for JSON, and files keep it.
 
     Attributes:
@@ -57,6 +70,7 @@ class LayerMark(Mark):
         """Sets the mark on a layer.
 
         Args:
+            target: A layer or model.
             value: The value; `None` removes it.
         """
         self.version = next(self._versions)
@@ -64,7 +78,11 @@ class LayerMark(Mark):
         _carry_through_configs(type(target))
 
     def restored_by(self, restore: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Decorates the function that sets a value from a config on a layer."""
+        """Decorates the function that sets a value from a config on a layer.
+
+        Args:
+            restore: Called as `restore(layer, value)`.
+        """
         self.restore = restore
         return restore
 
@@ -78,12 +96,15 @@ class _MarkedConfig(dict):
 _marks: dict[str, LayerMark] = {}
 
 
-def copy_marks(source: Any, target: Any) -> None:
-    """Copies the marks of a model's layers to the corresponding layers of another one.
+def copy_marks(layers: Iterable[tuple[Any, Any]]) -> None:
+    """Copies the marks of a model's layers to their counterparts in another one.
+
+    Args:
+        layers: Pairs of layers. See `paired_layers`.
 
     Public replacement: not needed if Keras's own clones kept marks.
     """
-    for one, other in zip(flatten_layers(source), flatten_layers(target), strict=True):
+    for one, other in layers:
         for attribute, value in _marks_of(one).items():
             _marks[attribute].restore(other, value)
 

@@ -29,8 +29,8 @@ def begin_at_epoch(model: Any, epoch: int | None) -> None:
     """Makes the fit that starts begin with an epoch, whatever `initial_epoch` is.
 
     Args:
+        model: The model.
         epoch: The epoch, from 0; `None` returns to `fit(initial_epoch=...)`.
-
     Public replacement: none; a callback learns of `fit` too late to change `initial_epoch`.
     """
     model._initial_epoch = epoch
@@ -46,6 +46,10 @@ def global_seed() -> Any:
 
 
 def set_global_seed(state: Any) -> None:
-    """Sets Keras's global random state. See `global_seed`."""
+    """Sets Keras's global random state. See `global_seed`.
+
+    Args:
+        state: A result of `global_seed`.
+    """
     if state is not None:
         global_seed_generator().state.assign(state)

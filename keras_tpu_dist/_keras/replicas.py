@@ -13,11 +13,7 @@ def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
     from jax._src import compiler
     from jax._src.lib import _jax
 
-    try:
-        from jaxlib._hlo import hlo_module_from_text  # jaxlib 0.12
-    except ImportError:
-        hlo_module_from_text = _jax.hlo_module_from_text
-    module = hlo_module_from_text(text)
+    module = _module_of(text)
     program = _jax.mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto())
     options = compiler.get_compile_options(
         num_replicas=len(devices),
@@ -27,6 +23,28 @@ def compiled_replicas(text: str, devices: Sequence[Any]) -> Any:
     options.executable_build_options.use_spmd_partitioning = False
     options.executable_build_options.use_shardy_partitioner = False
     return devices[0].client.compile_and_load(program, _jax.DeviceList(tuple(devices)), options)
+
+
+def is_read(text: str) -> bool:
+    """Whether XLA reads a program: it has no operation that this jaxlib does not know.
+
+    Public replacement: none, as for `compiled_replicas`.
+    """
+    try:
+        _module_of(text)
+    except Exception:  # of XLA's parser: a ValueError, an XlaRuntimeError
+        return False
+    return True
+
+
+def _module_of(text: str) -> Any:
+    from jax._src.lib import _jax
+
+    try:
+        from jaxlib._hlo import hlo_module_from_text  # jaxlib 0.12
+    except ImportError:
+        hlo_module_from_text = _jax.hlo_module_from_text
+    return hlo_module_from_text(text)
 
 
 def whole_text(compiled: Any) -> str:

@@ -8,13 +8,18 @@ together.
 import functools
 import importlib
 import inspect
+import logging
 import os
 import threading
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
+
+from keras_tpu_dist._keras.callers import new_callers
+from keras_tpu_dist.common.once import log_once
 
 # The whole test suite ran with these versions.
 TESTED_KERAS = ("3.15.0", "3.15.1")
@@ -48,6 +53,7 @@ class Replacement:
         parameters: Names of parameters that `by` relies on.
         whole: Whether `by` works without the stock function.
         on_instances: Whether the name is an attribute that a class sets on its instances.
+        inside: Whether a function of a module is replaced in itself, as other modules have it too.
     """
 
     owner: str
@@ -58,6 +64,7 @@ class Replacement:
     parameters: tuple[str, ...] = ()
     whole: bool = False
     on_instances: bool = False
+    inside: bool = False
 
     def __str__(self):
         return f"{self.owner.replace(':', '.')}.{self.name}"
@@ -81,7 +88,11 @@ class Replacement:
 
 
 def fault_of(name: Reached) -> str:
-    """The message for a missing name."""
+    """The message for a missing name.
+
+    Args:
+        name: The name.
+    """
     return f"{name} is missing"
 
 
@@ -116,12 +127,20 @@ _lock = threading.Lock()
 
 
 def declare(*replacements: Replacement) -> None:
-    """Adds to the table; Keras does not change until `install`."""
+    """Adds to the table; Keras does not change until `install`.
+
+    Args:
+        replacements: What to replace.
+    """
     _declared.extend(replacements)
 
 
 def declare_read(*names: Reached) -> None:
-    """Adds names that are read or written, but not replaced."""
+    """Adds names that are read or written, but not replaced.
+
+    Args:
+        names: Names to check together with the replacements.
+    """
     _read.extend(names)
 
 
@@ -131,7 +150,12 @@ def table() -> tuple[Replacement, ...]:
 
 
 def stock(owner: str, name: str) -> Any:
-    """Keras's own version of a replaced name."""
+    """Keras's own version of a replaced name.
+
+    Args:
+        owner: As in `Replacement`.
+        name: See `Replacement`.
+    """
     return _installed[owner, name][1]
 
 
@@ -146,6 +170,14 @@ def install() -> None:
         return
     with _lock:
         check_keras(missing)
+        if keras.__version__ not in TESTED_KERAS and (new := new_callers()):
+            log_once(
+                f"keras_tpu_dist was not tested with keras {keras.__version__}, in which "
+                f"{'; '.join(new)}: names that a strategy replaces, and relies on who calls them. "
+                f"Versions that were tested: {', '.join(TESTED_KERAS)}.",
+                logging.WARNING,
+                "callers in Keras",
+            )
         for entry in missing:
             if (entry.owner, entry.name) not in _installed:
                 _installed[entry.owner, entry.name] = entry, _put_in_place(entry)
@@ -169,7 +201,11 @@ def check_keras(replacements: Any = None) -> None:
 
 
 def raise_faults(names: Iterable[Reached]) -> None:
-    """Raises an `ImportError` with all names that this Keras lacks."""
+    """Raises an `ImportError` with all names that this Keras lacks.
+
+    Args:
+        names: The names.
+    """
     faults = [name.fault() for name in names]
     if any(faults):
         raise ImportError(
@@ -183,6 +219,11 @@ def in_front_of(stock: Any, ours: Any, kind: Any) -> type:
     """A class with ours before Keras's in the method resolution order, like a replaced method.
 
     Overrides in a user's class come before both.
+
+    Args:
+        stock: Keras's class.
+        ours: A subclass of it.
+        kind: Keras's class, or a user's subclass of it.
     """
     if kind is stock or issubclass(kind, ours):
         return ours if kind is stock else kind
@@ -197,9 +238,66 @@ def _joined(kind: Any, ours: Any) -> type:
 def _put_in_place(replacement: Replacement) -> Any:
     holder = replacement.holder()
     stock = getattr(holder, replacement.name, None)
-    by = replacement.by if replacement.whole else _calling(stock, replacement.by)
-    setattr(holder, replacement.name, by)
+    if replacement.whole:
+        setattr(holder, replacement.name, replacement.by)
+    elif replacement.inside or (
+        isinstance(holder, type) and _is_function(vars(holder).get(replacement.name))
+    ):
+        return _within(stock, replacement.by)
+    else:
+        setattr(holder, replacement.name, _calling(stock, replacement.by))
     return stock
+
+
+def _is_function(method: Any) -> bool:
+    return inspect.isfunction(method) and len(method.__code__.co_freevars) < len(_CALLS)
+
+
+def _within(method: Any, by: Callable) -> Any:
+    """Replaces what a method does, in the function itself; returns one that does what it did.
+
+    Others may have looked the method up before: `mlflow.autolog` puts a function in front of
+    `keras.Model.fit`, and calls the one that it found there. Python itself looks up `model.fit`
+    before the callbacks among its arguments are made.
+    """
+    stock = types.FunctionType(
+        method.__code__,
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    functools.update_wrapper(stock, method)
+    stock.__kwdefaults__ = method.__kwdefaults__
+    stock.__dict__.pop("__wrapped__")
+    stock.__dict__.update(vars(method))
+    method.__signature__ = inspect.signature(stock)
+    method.__code__ = _CALLS[len(method.__code__.co_freevars)].__code__
+    method.__defaults__, method.__kwdefaults__ = (
+        None,
+        {"_keras_tpu_dist_by": by, "_keras_tpu_dist_stock": stock},
+    )
+    return stock
+
+
+def _calls() -> list[Any]:
+    """Functions that call the replacement: one, and one that names a variable from around it.
+
+    A function that a decorator made has such a variable, and takes only code that has as many.
+    """
+    variable = None
+
+    def of_none(*args, _keras_tpu_dist_by, _keras_tpu_dist_stock, **kwargs):
+        return _keras_tpu_dist_by(_keras_tpu_dist_stock, *args, **kwargs)
+
+    def of_one(*args, _keras_tpu_dist_by, _keras_tpu_dist_stock, **kwargs):
+        return _keras_tpu_dist_by(_keras_tpu_dist_stock, *args, **kwargs)
+        return variable
+
+    return [of_none, of_one]
+
+
+_CALLS = _calls()
 
 
 def _calling(stock: Any, by: Callable) -> Any:

@@ -1,8 +1,10 @@
 """The class of variables that a strategy places; Keras has no hook for reads of their values."""
 
+import contextlib
 import contextvars
+import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -171,7 +173,11 @@ def _stock_sub(variable: Any, value: Any) -> Any:
 
 
 def claim(variable: Any) -> None:
-    """Lets a strategy hand out, read and place the values of a variable."""
+    """Lets a strategy hand out, read and place the values of a variable.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
     if not isinstance(variable, _Claimed):
         variable.__class__ = in_front_of(keras.Variable, _Claimed, type(variable))
 
@@ -180,6 +186,7 @@ def set_owner(variables: list, owner: Any) -> None:
     """Sets an object to ask before the values of variables are handed out.
 
     Args:
+        variables: The variables.
         owner: Its `hand_out(variable, stock)` is called when `variable.value` is read, and returns
             the same as `stock(variable)`. If variables are copied or pickled, it is copied along.
     """
@@ -189,7 +196,11 @@ def set_owner(variables: list, owner: Any) -> None:
 
 
 def owner_of(variable: Any) -> Any:
-    """The object that `set_owner` set, or `None`."""
+    """The object that `set_owner` set, or `None`.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
     return variable.__dict__.get(OWNER)
 
 
@@ -197,6 +208,7 @@ def set_use(variable: Any, axes: Any) -> None:
     """Makes compiled code use `variable.value` in another layout.
 
     Args:
+        variable: A `keras.Variable`.
         axes: The layout; if it is empty, the value has the variable's own layout.
     """
     if axes:
@@ -210,6 +222,10 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
     """Replaces a variable's value in the current stateless scope, once per scope.
 
     All reads in the scope get the same value, so their gradients are added before they leave it.
+
+    Args:
+        variable: A `keras.Variable`.
+        replaced: Returns the replacement for the value.
     """
     # Up to the scope that holds the value: it is replaced, and marked, where all reads find it.
     scope, key = global_state.get_global_attribute("stateless_scope"), id(variable)
@@ -226,3 +242,30 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
     if getattr(made, "_trace", None) is getattr(value, "_trace", None):
         known.add(key)
         scope.state_mapping[key] = made
+
+
+class _Hidden:
+    """In place of a variable's value, to raise when it is used."""
+
+    def __init__(self, used: Callable[[], None]):
+        self.__dict__["used"] = used
+
+    def __getattr__(self, name: str):
+        return self.used()
+
+
+@contextlib.contextmanager
+def values_hidden(variables: Iterable[Any], read: Callable[[Any], None]) -> Iterator[None]:
+    """A context in which variables have no values.
+
+    Args:
+        read: Called with a variable whose value is used; raises.
+    """
+    hidden = [(variable, variable._value) for variable in variables]
+    for variable, _ in hidden:
+        variable._value = _Hidden(functools.partial(read, variable))
+    try:
+        yield
+    finally:
+        for variable, value in hidden:
+            variable._value = value

@@ -39,6 +39,16 @@ def xla_attention(
     that are wider or narrower than the keys. If a row's mask hides every key, the row weighs all
     keys equally, as there and in Keras. The arguments are those of `dot_product_attention`; `bias`
     and `mask` have rank 4.
+
+    Args:
+        query: `(batch, time, heads, width)`.
+        key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
+        value: `(batch, source, kv_heads, value_width)`.
+        bias: Broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
+        mask: Boolean, broadcastable to `(batch, heads, time, source)`, rank 4, or `None`.
+        scale: Factor of the logits.
+        is_causal: Whether query `i` sees only keys `0..i`.
+        soft_cap: `cap * tanh(logits / cap)` before the bias is added, or `None`.
     """
     batch, time, heads, width = query.shape
     source, kv_heads = key.shape[1:3]
@@ -118,6 +128,7 @@ def dot_product_attention(
         query: `(batch, time, heads, width)`.
         key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
         value: `(batch, source, kv_heads, value_width)`.
+        mesh: The mesh of the computation.
         data_axes: Mesh axes that split the batch; may be empty.
         time_axis: The mesh axis that splits queries along time if it divides them, or `None`.
         bias: Added to the logits; broadcastable to `(batch, heads, time, source)`.
@@ -225,7 +236,9 @@ def _rank4(name: str, array, shape: tuple[int, int, int, int]) -> jax.Array:
     full = array.reshape((1,) * (4 - array.ndim) + array.shape) if array.ndim < 4 else array
     if array.ndim == 3 and array.shape[0] == shape[0] and array.shape[0] not in (1, shape[1]):
         full = array[:, None]
-    if full.ndim != 4 or any(have not in (1, want) for have, want in zip(full.shape, shape)):
+    if full.ndim != 4 or any(
+        have not in (1, want) for have, want in zip(full.shape, shape, strict=True)
+    ):
         raise value_error(
             f"The {name} must be broadcastable to (batch, heads, time, source) = {shape}.",
             received={f"{name}.shape": array.shape},

@@ -31,7 +31,11 @@ class Tiling:
 
 @functools.lru_cache(maxsize=256)
 def tiling(length: int) -> Tiling:
-    """Chooses the block size with the least cost for padding and for many small blocks."""
+    """Chooses the block size with the least cost for padding and for many small blocks.
+
+    Args:
+        length: Sequence length, at least 1.
+    """
     options = (Tiling(-(-length // block) * block, block) for block in _BLOCKS)
     return min(options, key=lambda t: t.padded * (1 + _ROWS_PER_STEP / t.block))
 
@@ -98,7 +102,12 @@ def blocks_computed(mask: KeysUpTo, time: int, source: int, devices: int = 1) ->
 
 
 def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """The kernel's blocks."""
+    """The kernel's blocks.
+
+    Args:
+        rows: Queries in a block.
+        columns: Keys in a block.
+    """
     # Not the fused backward kernel: it keeps one dq per key block, in the input's dtype.
     of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
     of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)
@@ -106,7 +115,12 @@ def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
-    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind."""
+    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind.
+
+    Args:
+        x: The array.
+        length: `time`, padded.
+    """
     x = jnp.swapaxes(x, 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
@@ -125,7 +139,12 @@ def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
 
 
 def blocks_scope(computed: int, blocks: int) -> str:
-    """The scope from which profiles and dry runs know how many blocks a kernel computes."""
+    """The scope from which profiles and dry runs know how many blocks a kernel computes.
+
+    Args:
+        computed: Number of blocks that the kernel computes.
+        blocks: Number of all blocks.
+    """
     return f"blocks_{computed}_of_{blocks}"
 
 
@@ -141,7 +160,13 @@ def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
-    """Whether each row sees a key, `(batch, time)`."""
+    """Whether each row sees a key, `(batch, time)`.
+
+    Args:
+        valid: Which keys may be seen, `(batch, source)`.
+        time: Number of queries.
+        is_causal: Whether query `i` sees only keys `0..i`.
+    """
     if not is_causal:
         return jnp.broadcast_to(jnp.any(valid, axis=1)[:, None], (valid.shape[0], time))
     so_far = jax.lax.cummax(valid.astype(jnp.int32), axis=1) > 0
@@ -232,7 +257,13 @@ def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
 
 
 def segment_ids(valid: jax.Array, query: jax.Array, columns: int) -> splash.SegmentIds:
-    """Segments that keep queries from keys that they may not see."""
+    """Segments that keep queries from keys that they may not see.
+
+    Args:
+        valid: Which keys may be seen, `(batch, source)`.
+        query: `(batch, heads, rows, width)`.
+        columns: Number of keys, padded.
+    """
     hidden = ((0, 0), (0, columns - valid.shape[1]))
     return splash.SegmentIds(
         q=jnp.ones((query.shape[0], query.shape[2]), jnp.int32),

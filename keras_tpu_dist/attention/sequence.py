@@ -52,7 +52,12 @@ class Pieces:
 
     @classmethod
     def of(cls, devices: int, time: int) -> "Pieces":
-        """The pieces of a sequence: balanced if they fill the kernel's smallest block."""
+        """The pieces of a sequence: balanced if they fill the kernel's smallest block.
+
+        Args:
+            devices: The number of devices, which divides `time`.
+            time: The number of queries.
+        """
         return cls(devices, time, time % (2 * devices) == 0 and time // (2 * devices) >= LANES)
 
     @property
@@ -61,7 +66,11 @@ class Pieces:
         return self.time // self.devices
 
     def positions(self, device: int) -> np.ndarray:
-        """The queries that a device computes, in its order; shape `(rows,)`, int32."""
+        """The queries that a device computes, in its order; shape `(rows,)`, int32.
+
+        Args:
+            device: Its number on the axis.
+        """
         if not self.balanced:
             return np.arange(device * self.rows, (device + 1) * self.rows, dtype=np.int32)
         size = self.rows // 2
@@ -74,17 +83,27 @@ class Pieces:
         return [(i, min(p, 2 * self.devices - 1 - p)) for i, p in pieces]
 
     def brought(self, x: jax.Array, axis: str) -> jax.Array:
-        """A device's queries in the order of its computation, from those that it holds."""
+        """A device's queries in the order of its computation, from those that it holds.
+
+        Args:
+            x: `(batch, rows, ...)`, within a `shard_map`.
+            axis: The axis of the devices.
+        """
         return self._moved(x, axis, [self._destinations(i) for i in (0, 1)])
 
     def returned(self, x: jax.Array, axis: str) -> jax.Array:
-        """Undoes `brought`."""
+        """Undoes `brought`.
+
+        Args:
+            x: `(batch, rows, ...)`, within a `shard_map`.
+            axis: The axis of the devices.
+        """
         return self._moved(x, axis, [[(b, a) for a, b in self._destinations(i)] for i in (0, 1)])
 
     def _moved(self, x: jax.Array, axis: str, ways: list) -> jax.Array:
         if not self.balanced:
             return x
-        halves = zip(jnp.split(x, 2, axis=1), ways)
+        halves = zip(jnp.split(x, 2, axis=1), ways, strict=True)
         return jnp.concatenate([jax.lax.ppermute(h, axis, way) for h, way in halves], axis=1)
 
 
@@ -100,6 +119,9 @@ def causal_mask(pieces: Pieces, source: int) -> KeysUpTo:
 def groups_of_heads(kv_heads: int) -> int:
     """The number of groups of heads for gathering keys, so that one is sent while another is
     computed.
+
+    Args:
+        kv_heads: Number of heads of the keys on one device.
     """
     return math.gcd(kv_heads, _GROUPS)
 
@@ -108,6 +130,10 @@ def gathered(local: Callable[..., jax.Array], axis: str | None) -> Callable[...,
     """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
     Their gradients are reduce-scattered. Without an axis, they are whole already.
+
+    Args:
+        local: `(query, key, value, mask)`, with all keys and values.
+        axis: The axis that splits them along time.
     """
     whole = (lambda x: x) if axis is None else functools.partial(all_of, axis=axis)
 
@@ -117,21 +143,36 @@ def gathered(local: Callable[..., jax.Array], axis: str | None) -> Callable[...,
         masks = [mask] * groups
         if mask is not None and mask.shape[1] > 1:
             masks = jnp.split(mask, groups, axis=1)
-        outputs = [local(q, whole(k), whole(v), m) for q, k, v, m in zip(*parts, masks)]
+        outputs = [
+            local(q, whole(k), whole(v), m) for q, k, v, m in zip(*parts, masks, strict=True)
+        ]
         return jnp.concatenate(outputs, axis=2)
 
     return attention
 
 
 def all_of(x: jax.Array, axis: str) -> jax.Array:
-    """Gathers the parts of all devices of an axis, in the order of time."""
+    """Gathers the parts of all devices of an axis, in the order of time.
+
+    Args:
+        x: `(batch, time, ...)`, within a `shard_map`.
+        axis: The axis.
+    """
     return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 def causal_kernel(
     pieces: Pieces, source: int, heads: int, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """The kernel of a causal sequence, with what each device skips."""
+    """The kernel of a causal sequence, with what each device skips.
+
+    Args:
+        pieces: Which queries each device computes.
+        source: Number of keys.
+        heads: Number of query heads that are computed at a time.
+        soft_cap: `cap * tanh(logits / cap)`, or `None`.
+        interpret: Run the kernel's program in plain JAX, on any platform, for tests.
+    """
     return splash.make_splash_mha(
         splash.MultiHeadMask([causal_mask(pieces, source)] * heads),
         head_shards=1,
@@ -143,7 +184,13 @@ def causal_kernel(
 
 
 def kernel_specs(kernel: Any, mesh: Mesh, axis: str):
-    """How a kernel is split over the devices, as `shard_map` takes it."""
+    """How a kernel is split over the devices, as `shard_map` takes it.
+
+    Args:
+        kernel: The kernel.
+        mesh: The mesh.
+        axis: The axis that splits queries along time.
+    """
     return kernel.manual_sharding_spec(NamedSharding(mesh, P(None, axis)))
 
 
@@ -166,6 +213,9 @@ def causal_local(
         key: `(batch, source, kv_heads, width)`, or a device's part of it.
         value: `(batch, source, kv_heads, value_width)`, likewise.
         valid: Which keys may be seen, `(batch, source)`, or `None` for all.
+        pieces: Which queries each device computes.
+        axis: The axis that splits queries along time.
+        split_keys: Whether it splits keys and values too.
 
     Returns:
         `(batch, rows, heads, value_width)`.

@@ -31,6 +31,18 @@ def on_shares(
     """Runs the flash kernel on each device's share.
 
     See `kernel.flash_attention` for the arrays, and `dispatch.dot_product_attention` for the axes.
+
+    Args:
+        query: `(batch, time, heads, width)`, scaled.
+        key: `(batch, source, kv_heads, width)`.
+        value: `(batch, source, kv_heads, value_width)`.
+        mask: Rank 4, or `None`.
+        mesh: The mesh.
+        data_axes: Mesh axes that split the batch.
+        time_axis: The mesh axis that splits queries along time where it divides them, or `None`.
+        is_causal: Whether query `i` sees only keys `0..i`.
+        soft_cap: `cap * tanh(logits / cap)`, or `None`.
+        interpret: Run the kernel's program in plain JAX.
     """
     context = jax.sharding.get_abstract_mesh()
     taken = set(context.manual_axes)  # strategy.run() has already split these
@@ -95,7 +107,9 @@ class _Axes(NamedTuple):
 
     def of_mask(self, mask: jax.Array) -> P:
         entries = (self.rows or None, self.heads or None, self.time, None)
-        return P(*(entry if size > 1 else None for entry, size in zip(entries, mask.shape)))
+        return P(
+            *(entry if size > 1 else None for entry, size in zip(entries, mask.shape, strict=True))
+        )
 
 
 def _plain(local: _Call, arrays: _Arrays, mask: _Mask, mapped: _Call, axes: _Axes) -> jax.Array:

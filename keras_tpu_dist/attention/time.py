@@ -11,12 +11,22 @@ from keras_tpu_dist.programs.partitioner.places import constrained
 
 
 def symbolic(*arrays: jax.Array) -> bool:
-    """Whether a size is no number: Keras then only asks for the shape of the result."""
+    """Whether a size is no number: Keras then only asks for the shape of the result.
+
+    Args:
+        arrays: Queries and keys.
+    """
     return any(map(jax.export.is_symbolic_dim, (size for x in arrays for size in x.shape)))
 
 
 def divides(x: jax.Array, mesh: Mesh, time_axis: str) -> bool:
-    """Whether an axis splits an array evenly along time."""
+    """Whether an axis splits an array evenly along time.
+
+    Args:
+        x: `(batch, time, ...)`.
+        mesh: The mesh.
+        time_axis: The axis.
+    """
     return x.shape[1] % mesh.shape[time_axis] == 0
 
 

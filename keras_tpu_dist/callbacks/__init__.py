@@ -1,8 +1,6 @@
 """Callbacks that Keras lacks: exact steps, NaN, Python metrics, checkpoints, rates, profiles."""
 
-from keras_tpu_dist.callbacks.backup import BackupAndRestore as BackupAndRestore
 from keras_tpu_dist.callbacks.checkpoint import Checkpoint as Checkpoint
-from keras_tpu_dist.callbacks.goodput import Goodput as Goodput
 from keras_tpu_dist.callbacks.host_metrics import HostMetrics as HostMetrics
 from keras_tpu_dist.callbacks.name_nan import NameNaN as NameNaN
 from keras_tpu_dist.callbacks.profile import Profile as Profile

@@ -14,14 +14,13 @@ from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
 from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
-from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.checks import (
     NAME,
     PositiveInt,
     Seconds,
     above_zero,
+    checked_arguments,
     checked_path,
-    known_words,
     one_of,
 )
 from keras_tpu_dist.common.errors import runtime_error, value_error
@@ -35,10 +34,11 @@ class Checkpoint(InFit):
     """Saves the whole state of training, and resumes from the newest checkpoint.
 
     A checkpoint holds weights, optimizer slots, random seeds, metrics, history, the position in the
-    input, and the state of `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`. A run that
-    was killed and started again ends with the weights and the history of an uninterrupted run, on
-    any other mesh, plan and number of processes. Orbax writes the checkpoint from the devices'
-    shards while training goes on. A checkpoint is either complete or not there.
+    input, and the state of other callbacks: of Keras's own, such as `EarlyStopping`, and of yours
+    if they have `state_dict()` and `load_state_dict(state)`. A run that was killed and started
+    again ends with the weights and the history of an uninterrupted run, on any other mesh, plan and
+    number of processes. Orbax writes the checkpoint from the devices' shards while training goes
+    on. A checkpoint is either complete or not there.
 
     The input resumes where it stopped: exactly for arrays, also shuffled ones, and for a
     `PyDataset` whose batches depend on their index alone. Generators, `tf.data`, torch and Grain
@@ -94,7 +94,7 @@ class Checkpoint(InFit):
     [15, 16]
     """
 
-    @known_words
+    @checked_arguments
     def __init__(
         self,
         directory: str | os.PathLike,
@@ -176,49 +176,47 @@ class Checkpoint(InFit):
             self._validation_freq,
         )
         self.checkpoints = None
-        self.checkpoints = own = FitCheckpoints(self._options, fit, self._preemption)
-        self._resume(own)
+        self.checkpoints = checkpoints = FitCheckpoints(self._options, fit, self._preemption)
+        self._resume(checkpoints)
         if fit.control is not None:
             fit.control.after_launch = self._after_launch
             if self._sigterm is self._preemption:
                 self._preemption.start()
                 fit.control.after_other_launch = self._after_other_launch
 
-    @phases.phase(phases.RESTORE)
-    def _resume(self, own: FitCheckpoints) -> None:
-        there = own.found()
+    def _resume(self, checkpoints: FitCheckpoints) -> None:
+        there = checkpoints.are_there()
         if there and not (self._options.resume or self._options.overwrite):
             raise value_error(
                 "A directory holds the checkpoints of one run.",
                 received=f"resume=False and {self.directory!r}, which has checkpoints of steps "
-                f"{own.store.steps}.",
+                f"{checkpoints.store.steps}.",
                 fix="Give this run its own directory, or write resume=True or overwrite=True.",
             )
         # All of a fit save the same run: the first that starts names it.
-        own.run = self._all[0].run or new_run(FIX)
+        checkpoints.run = self._all[0].run or new_run(FIX)
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
-        leader = next((checkpoint for checkpoint in self._all if checkpoint.has_loaded), None)
-        newer = leader is None or (there and own.store.newest > leader.store.newest)
+        leader = next((others for others in self._all if others.has_loaded), None)
+        newer = leader is None or (there and checkpoints.store.newest > leader.store.newest)
         if there and self._options.resume and newer:
-            leader = own
-            own.go_on()
-        for checkpoint in self._all:
-            if leader not in (None, checkpoint):
-                checkpoint.follow(leader)
+            leader = checkpoints
+            checkpoints.go_on()
+        for others in self._all:
+            if leader not in (None, others):
+                others.follow(leader)
 
     @property
     def _all(self) -> list[FitCheckpoints]:
         """The `FitCheckpoints` of all `Checkpoint` callbacks of the fit that have started."""
-        found = [checkpoint.checkpoints for checkpoint in self._of_this_kind]
-        return [checkpoint for checkpoint in found if checkpoint is not None]
+        of_each = [callback.checkpoints for callback in self._of_this_kind]
+        return [checkpoints for checkpoints in of_each if checkpoints is not None]
 
     @property
     def _sigterm(self) -> Preemption:
         """The one listener for SIGTERM of the fit: two would pass a signal to each other for
         ever."""
-        found = [checkpoint.preemption for checkpoint in self._all]
-        return next((checkpoint for checkpoint in found if checkpoint.listens), found[0])
+        return self._all[0].preemption
 
     def after_train_begin(self, logs=None) -> None:
         """Restores the callbacks' state: all of them have started, which reset them.
@@ -266,22 +264,22 @@ class Checkpoint(InFit):
 
     def on_train_end(self, logs=None):
         """Saves the end."""
-        own = self._in_fit
-        if own.fit.control is not None:
+        checkpoints = self._in_fit
+        if checkpoints.fit.control is not None:
             self._sigterm.comes_at_end()
         # If the fit had no epoch to run, there is nothing new to save.
-        if own.has_begun:
-            own.save_end()
-        own.has_ended = True
+        if checkpoints.has_begun:
+            checkpoints.save_end()
+        checkpoints.has_ended = True
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
-        own, self.checkpoints = self.checkpoints, None
+        checkpoints, self.checkpoints = self.checkpoints, None
         if self._trainer is not None:
             _keras.begin_at_epoch(self._trainer, None)
         try:
-            if own is not None:
-                own.close()
+            if checkpoints is not None:
+                checkpoints.close()
         finally:
             self._preemption.stop()
 
@@ -298,8 +296,8 @@ class Checkpoint(InFit):
     def _after_launch(self, steps: int) -> None:
         sigterm = self._sigterm
         ends = sigterm.comes()
-        for checkpoint in self._all:
-            checkpoint.after_launch(steps, ends)
+        for checkpoints in self._all:
+            checkpoints.after_launch(steps, ends)
         if ends:
             sigterm.end()
 
@@ -308,7 +306,7 @@ class Checkpoint(InFit):
         sigterm = self._sigterm
         # Before the first launch of an epoch there may be unsaved state from the end of the last
         # one.
-        if sigterm.comes() and all(checkpoint.is_known for checkpoint in self._all):
-            for checkpoint in self._all:
-                checkpoint.save_last()
+        if sigterm.comes() and all(checkpoints.is_known for checkpoints in self._all):
+            for checkpoints in self._all:
+                checkpoints.save_last()
             sigterm.end()

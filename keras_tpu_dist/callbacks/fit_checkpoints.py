@@ -10,19 +10,27 @@ import jax
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions, SaveWhen
+from keras_tpu_dist.callbacks.identity import Identity
 from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.states import (
     Standing,
+    check_states,
     give_back,
     give_back_history,
     history_of,
+    identities_of,
     standing_of,
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.compiled import compiled_of, has_trained
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
-from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
+from keras_tpu_dist.checkpoint.snapshot import (
+    MOST_BYTES_OF_CALLBACK,
+    extra_of,
+    most_of_callback,
+    snapshot,
+)
 from keras_tpu_dist.checkpoint.store import Store, finish, logged
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message, value_error
@@ -94,7 +102,11 @@ class Due:
     saved_at_s: float = field(default_factory=time.monotonic)
 
     def launched(self, steps: int) -> None:
-        """Counts a launch."""
+        """Counts a launch.
+
+        Args:
+            steps: Its train steps.
+        """
         self.steps += steps
         self.launches += 1
 
@@ -115,7 +127,11 @@ class Due:
         return agree("looking at the clock of process 0", FIX, due)[0]
 
     def after_epochs(self, epochs: int) -> bool:
-        """Whether a checkpoint is due after this number of epochs."""
+        """Whether a checkpoint is due after this number of epochs.
+
+        Args:
+            epochs: The number of epochs.
+        """
         every = self.when.every_epochs
         return every is not None and epochs % every == 0
 
@@ -140,6 +156,11 @@ class Resumed:
 
 class FitCheckpoints:
     """The checkpoints of one fit in one directory.
+
+    Args:
+        options: The options of the `Checkpoint`.
+        fit: The fit.
+        preemption: Notices SIGTERM.
 
     Attributes:
         resumed: The state that the fit resumes from, until its first epoch has started.
@@ -170,6 +191,11 @@ class FitCheckpoints:
         self._compiled = compiled_of(fit.trainer.optimizer)
         # Complete once the first launch has created the optimizer's variables.
         self._variables: list = []
+        self._identities: dict[int, Identity] | None = None
+        # The most bytes of arrays in a callback's state, once the model is built.
+        self._most_bytes = MOST_BYTES_OF_CALLBACK
+        # The callbacks of which the log says that their state is not saved.
+        self._said: set[int] = set()
 
     @property
     def has_loaded(self) -> bool:
@@ -186,22 +212,22 @@ class FitCheckpoints:
         """Whether the current position is saved, or can be."""
         return self.place.standing is not None or self.place.saved_step == self.place.step
 
-    def found(self) -> bool:
+    def are_there(self) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
         directory = self.options.path
         # The first process may still be deleting checkpoints of the previous fit.
         agree(f"opening {directory}", FIX, None)
-        steps = self.store.steps
-        of_all = agree(f"looking for checkpoints in {directory}", FIX, steps)
+        here = self.store.steps
+        by_process = agree(f"looking for checkpoints in {directory}", FIX, here)
         # Each process orders them by what it reads.
-        if any(sorted(state) != sorted(of_all[0]) for state in of_all):
+        if any(sorted(steps) != sorted(by_process[0]) for steps in by_process):
             raise value_error(
                 "All processes must see the same checkpoints.",
-                received="; ".join(f"{state} in process {i}" for i, state in enumerate(of_all))
+                received="; ".join(f"{steps} in process {i}" for i, steps in enumerate(by_process))
                 + f" ({directory}).",
                 fix="Give a directory on storage that all processes share.",
             )
-        return bool(steps)
+        return bool(here)
 
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""
@@ -230,9 +256,13 @@ class FitCheckpoints:
         self.resumed = resumed = Resumed(epoch, manifest)
         resumed.history_at_end = training.get("history_at_end") if stopped else None
         _keras.begin_at_epoch(fit.trainer, epoch)
-        saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
-        values = self.store.load(report.step, [(array, None, array.entry.dtype) for array in saved])
-        resumed.arrays = {array.entry.path: value for array, value in zip(saved, values)}
+        arrays = extra_of(manifest, fit.trainer, len(fit.callbacks))
+        values = self.store.load(
+            report.step, [(saved, None, saved.entry.dtype) for saved in arrays]
+        )
+        resumed.arrays = {
+            saved.entry.path: value for saved, value in zip(arrays, values, strict=True)
+        }
         resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
         resumed.position = position
         if position is not None:
@@ -246,14 +276,22 @@ class FitCheckpoints:
         self._log(manifest, resumed)
 
     def follow(self, leader: "FitCheckpoints") -> None:
-        """Resumes from the checkpoint that another callback of the fit has loaded."""
+        """Resumes from the checkpoint that another callback of the fit has loaded.
+
+        Args:
+            leader: The `FitCheckpoints` of that callback.
+        """
         place, theirs = self.place, leader.place
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
         self.run = leader.run
         self.resumed = Resumed(theirs.epoch)
 
     def put_back(self, *, log: bool) -> None:
-        """Restores model and callbacks to their state in the checkpoint."""
+        """Restores model and callbacks to their state in the checkpoint.
+
+        Args:
+            log: Whether to log which callbacks are not restored.
+        """
         resumed = self.resumed
         if resumed is None or resumed.manifest is None:
             return
@@ -266,7 +304,11 @@ class FitCheckpoints:
         give_back(self.fit.callbacks, training["callbacks"], resumed.arrays, log)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Saves the end of the previous epoch, and restarts the counts."""
+        """Saves the end of the previous epoch, and restarts the counts.
+
+        Args:
+            epoch: The epoch that starts, from 0.
+        """
         place = self.place
         place.standing = None
         if self.resumed is None and place.logs is not None and self.due.after_epochs(epoch):
@@ -279,22 +321,35 @@ class FitCheckpoints:
             self.fit.control.begin_epoch()
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """Handles the end of an epoch."""
+        """Handles the end of an epoch.
+
+        Args:
+            logs: Its logs.
+        """
         self.place.logs = dict(logs)
         if self.fit.control is None:
             self.place.step += self.place.done
 
     def count_batch(self, batch: int) -> None:
-        """Counts a launch without a strategy."""
+        """Counts a launch without a strategy.
+
+        Args:
+            batch: Its last batch, from 0.
+        """
         # Keras may call this in a thread, and the last launch may have fewer steps than it is
         # counted for.
         self.place.done = min(max(self.place.done, batch + 1), self.fit.steps or batch + 1)
 
     def after_launch(self, steps: int, ends: bool) -> None:
-        """Counts a launch, and saves if a checkpoint is due."""
+        """Counts a launch, and saves if a checkpoint is due.
+
+        Args:
+            steps: The train steps of the launch.
+            ends: Whether the process is about to end.
+        """
         fit, place = self.fit, self.place
         self._variables = self._variables or _keras.state_variables(fit.trainer)
-        place.standing = standing_of(fit.trainer, fit.callbacks, place.history, self._variables)
+        place.standing = self._standing(place.history, self._variables)
         place.step += steps
         place.done += steps
         self.due.launched(steps)
@@ -321,7 +376,7 @@ class FitCheckpoints:
         """
         if self.has_begun and reached_by(self.fit.callbacks) is not None:
             self._sync()
-            self.place.end = standing_of(self.fit.trainer, self.fit.callbacks)
+            self.place.end = self._standing()
 
     def save_end(self) -> None:
         """Saves the end of the fit."""
@@ -333,7 +388,7 @@ class FitCheckpoints:
         # A longer run repeats the rest of this epoch, and then its end.
         self.save(place.epoch, place.done, place.standing, reached)
 
-    @phases.phase(phases.SAVE)
+    @phases.phase(phases.OTHER)
     def save(
         self,
         epoch: int,
@@ -344,6 +399,9 @@ class FitCheckpoints:
         """Saves a checkpoint, unless this step has one.
 
         Args:
+            epoch: The epoch in which a run resumes.
+            done: How many batches of it are done.
+            standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
         """
         place = self.place
@@ -356,7 +414,11 @@ class FitCheckpoints:
         model = self.fit.trainer
         self._sync()
         self.due.saved()
-        standing_now = standing or standing_of(model, self.fit.callbacks)
+        standing_now = standing or self._standing()
+        for lost in standing_now.lost:
+            if lost.callback not in self._said:
+                self._said.add(lost.callback)
+                logger.log(lost.level, "%s", lost.text)
         training = self._described(epoch, done, standing_now) | {
             "reached": reached,
             "metrics": metrics,
@@ -368,13 +430,21 @@ class FitCheckpoints:
         if logged(lambda: self.store.save(place.step, arrays, manifest)):
             place.saved_step = place.step
 
+    def _standing(
+        self, history: dict[str, Any] | None = None, variables: Sequence[Any] = ()
+    ) -> Standing:
+        fit, identities = self.fit, self._identities or {}
+        return standing_of(
+            fit.trainer, fit.callbacks, history, variables, self._most_bytes, identities
+        )
+
     def _sync(self) -> None:
         if self.fit.control is None:
             # Under a strategy the variables follow every launch; this call would bring back older
             # values that the trainer holds.
             self.fit.trainer.jax_state_sync()
 
-    @phases.phase(phases.SAVE)
+    @phases.phase(phases.OTHER)
     def wait(self) -> None:
         """Waits for the newest checkpoint."""
         finish(self.store.wait)
@@ -394,12 +464,17 @@ class FitCheckpoints:
 
     def after_epoch_begin(self) -> None:
         """Undoes what callbacks did just now if they had already done it before the
-        interruption."""
+        interruption; in the first epoch, looks whether their states can be saved."""
+        if self._identities is None:
+            # Here, all of them have begun, and no step was made.
+            self._identities = identities_of(self.fit.callbacks)
+            self._most_bytes = most_of_callback(self.fit.trainer)
+            check_states(self.fit.callbacks, self._most_bytes)
         if self.place.resumed_at:
             self.put_back(log=False)
         self.resumed = None
 
-    @phases.phase(phases.SAVE)
+    @phases.phase(phases.OTHER)
     def close(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         finish(lambda: self.store.close(run_has_ended=self.has_ended))
@@ -409,12 +484,12 @@ class FitCheckpoints:
         control, place = self.fit.control, self.place
         position = position_between_epochs() if control is None else control.input_position(done)
         what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
-        own = None if position is None else position.to_dict()
+        plain = None if position is None else position.to_dict()
         return {
             "epoch": epoch,
             "done": done,
             "step": place.step,
-            "positions": agree(what, FIX, own),
+            "positions": agree(what, FIX, plain),
             "stopped": standing.stopped,
             "callbacks": standing.states,
             "history": standing.history,

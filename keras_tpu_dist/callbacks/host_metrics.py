@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.monitored import is_validated
-from keras_tpu_dist.common.checks import PositiveInt, check_model, known_words
+from keras_tpu_dist.common.checks import PositiveInt, check_model, checked_arguments
 from keras_tpu_dist.common.errors import message, value_error
 
 # Callbacks that read all of `logs` instead of one monitored name.
@@ -65,7 +65,7 @@ class HostMetrics(keras.callbacks.Callback):
     ['loss', 'val_loss', 'val_r2']
     """
 
-    @known_words
+    @checked_arguments
     def __init__(
         self,
         metrics: Mapping[str, Any],
@@ -143,15 +143,15 @@ class HostMetrics(keras.callbacks.Callback):
         check_model(model, "compute")
         if self._source is None:
             raise ValueError(_no_data({}))
-        rows = _outputs(model, *self._source)
+        three = _outputs(model, *self._source)
         strategy = _keras.active_strategy()
         if strategy is not None and strategy.runner.own_input is not None:
             # Every process has its own rows.
-            rows = strategy.runner.own_input.joined(rows)
-        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, row) for row in rows)
+            three = strategy.runner.own_input.joined(three)
+        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, rows) for rows in three)
         values = {}
         for (*output, _), name, function in zip(
-            self._functions, self.names, self._functions.values()
+            self._functions, self.names, self._functions.values(), strict=True
         ):
             arguments = [y_true, y_pred, weights]
             if output:
@@ -278,7 +278,7 @@ def _batches(data: Any, batch_size: int | None, steps: int | None) -> Iterator:
     batches = iter(data)
     if steps is None:
         return batches
-    return (batch for _, batch in zip(range(steps), batches))
+    return (batch for _, batch in zip(range(steps), batches, strict=False))  # at most so many
 
 
 def _rows(arrays, rows: slice):

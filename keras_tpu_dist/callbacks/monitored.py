@@ -3,11 +3,17 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
+import numpy as np
+
 from keras_tpu_dist.common.errors import value_error
 
 
 def is_validated(epoch: int, frequency: int | Container[int]) -> bool:
     """Whether `fit` validates at the end of an epoch.
+
+    Args:
+        epoch: The epoch, from 0.
+        frequency: Its `validation_freq`.
 
     Example:
 
@@ -25,6 +31,9 @@ def worth(
     """The value of an epoch by its logs; NaN is the worst value.
 
     Args:
+        monitor: A name in the logs, or `None`.
+        mode: `"min"` or `"max"`.
+        logs: The logs of the epoch.
         may_lack: Whether the name may be missing, as in an epoch without validation.
 
     Returns:
@@ -40,6 +49,13 @@ def worth(
             name=str(monitor),
             choices=logs,
         )
-    value = float(logs[monitor])
+    try:
+        value = float(np.asarray(logs[monitor]).item())
+    except (TypeError, ValueError) as error:
+        raise value_error(
+            "What Checkpoint(monitor=...) names in an epoch's logs is a number.",
+            received=f"logs[{monitor!r}]={logs[monitor]!r:.200}.",
+            fix="Let the logs have one number of it, or monitor another name.",
+        ) from error
     worst = float("inf") if mode == "min" else -float("inf")
     return value if value == value else worst

@@ -3,7 +3,7 @@
 import logging
 
 from keras_tpu_dist.callbacks.in_fit import InFit
-from keras_tpu_dist.common.checks import known_words
+from keras_tpu_dist.common.checks import checked_arguments
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
 from keras_tpu_dist.training.membership import fit_in_training
@@ -54,7 +54,7 @@ class NameNaN(InFit):
     (6, (5, 8), ('x',))
     """
 
-    @known_words
+    @checked_arguments
     def __init__(self, stop: bool = False):
         super().__init__()
         self.stop = stop

@@ -1,22 +1,30 @@
 """A callback that adds the speed of training to the logs of every epoch."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 
 from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.common import phases
+from keras_tpu_dist.common.checks import checked_arguments
 from keras_tpu_dist.common.errors import value_error
-from keras_tpu_dist.common.phases import INPUT, OTHER, REPLAY, TRAIN, Timeline
+from keras_tpu_dist.common.left_out import counted
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.phases import INPUT, TRAIN, Timeline
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.show.text import duration_text, span_text
 from keras_tpu_dist.training.flops import count_tokens, model_flops
 from keras_tpu_dist.training.membership import is_local
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.tools.dryrun.report import DryRun
 
 _FIX = "Give the same Rates callback to fit in all processes."
 
@@ -57,8 +65,15 @@ class Rates(InFit):
     processes, the values are those of process 0. If a run resumes within an epoch, the steps and
     the time before the interruption count too.
 
+    With a dry run, each epoch also prints the time of a step, with its wait for input, over the
+    estimate, and what published programs of this kind took over theirs (docs/published.md). It
+    names the rows and the devices of both, since only equal ones can be compared.
+
+    Args:
+        expected: A `DryRun` of the training step, with times.
+
     Raises:
-        ValueError: In `fit`, without a `TPUStrategy`.
+        ValueError: If `expected` is no such dry run; in `fit`, without a `TPUStrategy`.
 
     Example:
 
@@ -75,10 +90,13 @@ class Rates(InFit):
     # It does nothing after a batch, because the strategy's loop counts.
     async_safe = True
 
-    def __init__(self):
+    @checked_arguments
+    def __init__(self, expected: "DryRun | None" = None):
         super().__init__()
+        self._expected = None if expected is None else _checked(expected)
         self._counts, self._before = _Counts(), _Counts()
-        self._timeline = Timeline(OTHER)
+        # Only within a fit: a timeline cannot be copied, and callbacks are.
+        self._timeline: Timeline | None = None
         # From shapes without rows to the operations of one row.
         self._flops: dict[Any, float] = {}
         self._peak: float | None = None
@@ -90,12 +108,16 @@ class Rates(InFit):
         Args:
             arguments: The arguments of `fit`.
         """
-        self._timeline = Timeline(OTHER)
+        self._timeline = Timeline()
+        self._flops.clear()  # other layers may be frozen now
         phases.count(self._timeline)
 
     def after_fit(self) -> None:
         """Stops measuring."""
-        phases.stop(self._timeline)
+        if self._timeline is not None:
+            phases.stop(self._timeline)
+            self._counts, self._before = self._now(), _Counts()
+            self._timeline = None
 
     def on_train_begin(self, logs=None):
         """Looks for the loop that counts."""
@@ -124,6 +146,34 @@ class Rates(InFit):
             what = f"rates of epoch {epoch}"
             rates = agree(what, _FIX, rates, lambda of_all: of_all[0])
         logs.update(rates)
+        if rates and self._expected is not None and jax.process_index() == 0:
+            # As Keras's callbacks: below the progress bar.
+            print(f"\nEpoch {epoch + 1}: {self._beside(self._expected, rates)}", flush=True)
+
+    def _beside(self, run: "DryRun", rates: Mapping[str, float]) -> str:
+        """What was measured over what is estimated, in words."""
+        estimate, spread = run.estimate, run.spread
+        assert estimate is not None
+        seconds = 1 / rates["steps_per_second"]
+        # Of what was counted: a rate's product with its time is rounded to either side.
+        rows = f"{self._counts.rows / self._counts.steps:,.1f}".removesuffix(".0")
+        low, high = (seconds / end for end in reversed(estimate.span))
+        published = "none of this kind"
+        if spread is not None and run.effort == "exact":
+            published = f"{spread.span} times the estimate: {spread.programs}"
+        elif spread is not None:
+            # Their ratios are to a sum, which is too high at this effort; an estimate is a range.
+            least, most = estimate.step * spread.low, estimate.step * spread.high
+            published = f"{span_text(least, most, duration_text)}: {spread.programs}"
+        return (
+            f"{duration_text(seconds)} a step, {span_text(low, high, '{:,.2f}'.format)} times the "
+            f"estimate of {estimate.span_words}\n"
+            f"  measured: {rows} rows on {self._devices} x "
+            f"{jax.local_devices()[0].device_kind}, {rates['input_wait']:.0%} of the time waiting "
+            "for input\n"
+            f"  estimated: {run.batch_size:,} rows on {run.compiled_for}, effort {run.effort}\n"
+            f"  published: {published}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the running epoch."""
@@ -164,15 +214,20 @@ class Rates(InFit):
                 tuple(n for i, n in enumerate(leaf.shape) if i != axis) for axis, leaf in described
             )
             if key not in self._flops:
-                flops = model_flops(self._trainer, (x, y, weights), "train").full
+                # A training step of the model's own may call it on other inputs, or not at all.
+                flops = counted(
+                    "Rates: mfu",
+                    lambda: model_flops(self._trainer, (x, y, weights), "train").full,
+                    0.0,
+                    lambda words: log_once(words, logging.WARNING, "mfu of Rates"),
+                )
                 self._flops[key] = flops / rows
             counts.flops += self._flops[key] * steps * rows
 
     def _spent(self) -> _Counts:
-        seconds = self._timeline.read()
+        seconds = {} if self._timeline is None else self._timeline.read()
         waited = seconds.get(INPUT, 0.0)
-        trained = seconds.get(TRAIN, 0.0) + seconds.get(REPLAY, 0.0)
-        return _Counts(seconds=trained + waited, waited=waited)
+        return _Counts(seconds=seconds.get(TRAIN, 0.0) + waited, waited=waited)
 
     def _now(self) -> _Counts:
         spent, before, counts = self._spent(), self._before, self._counts
@@ -196,13 +251,33 @@ class Rates(InFit):
         }
         if made.tokens:
             rates["tokens_per_second"] = made.tokens / made.seconds
-        if self._peak:
+        if self._peak and made.flops:
             rates["mfu"] = made.flops / (self._devices * self._peak * made.seconds)
         stats = (device.memory_stats() or {} for device in jax.local_devices())
         peak_bytes = max((stat.get("peak_bytes_in_use", 0) for stat in stats), default=0)
         if peak_bytes:
             rates["peak_memory_gib"] = peak_bytes / 2**30
         return rates
+
+
+def _checked(expected: Any) -> "DryRun":
+    # Imported here: most fits have no dry run.
+    from keras_tpu_dist.tools.dryrun.report import DryRun
+
+    if not isinstance(expected, DryRun):
+        raise value_error(
+            "expected of Rates is a dry run of the training step.",
+            received={"expected": expected},
+            fix="Pass a result of ktd.dry_run, or leave it out.",
+        )
+    if expected.mode != "train" or expected.estimate is None:
+        times = "with" if expected.estimate else "without"
+        raise value_error(
+            "expected of Rates is a dry run of the training step, with times.",
+            received=f"mode={expected.mode!r}, {times} times.",
+            fix='Use mode="train", a TPU slice and libtpu, and a batch that fits.',
+        )
+    return expected
 
 
 def _is_amount(value: Any) -> bool:

@@ -7,7 +7,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.in_fit import InFit
-from keras_tpu_dist.common.checks import PositiveInt, known_words
+from keras_tpu_dist.common.checks import PositiveInt, checked_arguments
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
@@ -55,7 +55,7 @@ class StopAtStep(InFit):
     11
     """
 
-    @known_words
+    @checked_arguments
     def __init__(self, n: PositiveInt, more: bool = False):
         super().__init__()
         self.n = n.__index__()
@@ -183,13 +183,22 @@ class StopAtStep(InFit):
 
 
 def reached_by(callbacks: Iterable) -> int | None:
-    """The step at which a `StopAtStep` has stopped training, if one has."""
+    """The step at which a `StopAtStep` has stopped training, if one has.
+
+    Args:
+        callbacks: The callbacks of the fit.
+    """
     stops = (callback for callback in callbacks if isinstance(callback, StopAtStep))
     found = [stop.last_step for stop in stops if stop.reached]
     return min(found, default=None)
 
 
 def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
-    """Whether training that a `StopAtStep` has stopped at this step is to continue."""
+    """Whether training that a `StopAtStep` has stopped at this step is to continue.
+
+    Args:
+        callbacks: The callbacks of the fit that starts.
+        steps: The step, as `reached_by` returns it.
+    """
     stops = [callback for callback in callbacks if isinstance(callback, StopAtStep)]
     return steps is not None and all(stop.more or stop.n > steps for stop in stops)

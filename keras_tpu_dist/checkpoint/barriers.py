@@ -34,6 +34,7 @@ class Barriers:
     """The barriers of one directory of checkpoints.
 
     Args:
+        client: JAX's client of the coordination service.
         name: A name that is the same in all processes and different for every `Store` of a run.
     """
 
@@ -50,6 +51,10 @@ class Barriers:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all processes; Orbax calls it.
 
+        Args:
+            key: Orbax's name for the barrier; not used, because a failed process does not know it.
+            timeout_ms: The longest time to wait, in milliseconds.
+
         Raises:
             OSError: If one of them has failed.
         """
@@ -59,11 +64,17 @@ class Barriers:
             raise OSError(failed[0][1])
 
     def give_up(self, error: BaseException) -> None:
-        """Passes the remaining barriers for the others, which then fail, too."""
+        """Passes the remaining barriers for the others, which then fail, too.
+
+        Args:
+            error: The error of this process.
+        """
         if self._stage < _STAGES:
-            own = jax.process_index()
-            reason = f"process {own}: {type(error).__name__}: {error}"[:_MOST_LETTERS]
-            self._client.key_value_set(f"{self._key}/failed/{own}", reason, allow_overwrite=True)
+            process = jax.process_index()
+            reason = f"process {process}: {type(error).__name__}: {error}"[:_MOST_LETTERS]
+            self._client.key_value_set(
+                f"{self._key}/failed/{process}", reason, allow_overwrite=True
+            )
         while self._stage < _STAGES:
             self._pass(1000 * _LONGEST_S)
 
@@ -77,7 +88,11 @@ class Barriers:
 
 
 def barriers_of(directory: str) -> Barriers | None:
-    """The barriers for a directory that all processes open to write; `None` for one process."""
+    """The barriers for a directory that all processes open to write; `None` for one process.
+
+    Args:
+        directory: The directory.
+    """
     client = _keras.coordination_client()
     if jax.process_count() == 1 or client is None:
         return None
@@ -88,6 +103,9 @@ def barriers_of(directory: str) -> Barriers | None:
 
 def first_reason(reasons: list[str | None]) -> str | None:
     """The reason of the first failed process, with its number; `None` if none failed.
+
+    Args:
+        reasons: The reason of every process, `None` if it did not fail.
 
     Example:
 
@@ -108,8 +126,10 @@ def in_all(
     """Reads in all processes. If one fails, all raise an error, so that they continue together.
 
     Args:
+        what: The action, in the same words in all processes.
         read: A function that reads. A `CheckpointError` means that another checkpoint may do.
         mark: A text that must be the same in all processes for what was read.
+        alone: Whether this process reads without the others.
 
     Raises:
         CheckpointError: If one of the processes raised it, and none another error.
@@ -117,19 +137,19 @@ def in_all(
     """
     if alone or jax.process_count() == 1:
         return read()
-    result, error, own = None, None, [_DONE, ""]
+    result, error, here = None, None, [_DONE, ""]
     try:
         result = read()
-        own = [_DONE, mark(result)]
+        here = [_DONE, mark(result)]
     except Exception as caught:
         error = caught
-        own = [_FAILED, f"{type(error).__name__}: {error}"[:_MOST_LETTERS]]
+        here = [_FAILED, f"{type(error).__name__}: {error}"[:_MOST_LETTERS]]
         if isinstance(error, CheckpointError):
-            own = [_UNREADABLE, str(error)]
-    outcome, reason = agree(what, FIX, own, reduce=_outcome)
+            here = [_UNREADABLE, str(error)]
+    outcome, reason = agree(what, FIX, here, reduce=_outcome)
     if outcome == _DONE:
         return result  # type: ignore[return-value]
-    if error is not None and own[0] == outcome:
+    if error is not None and here[0] == outcome:
         raise error
     if outcome == _UNREADABLE:
         raise CheckpointError(f"In {reason}")
@@ -141,14 +161,19 @@ def in_all(
 def from_first(what: str, read: Callable[[], _Read], *, alone: bool = False) -> _Read:
     """What process 0 reads, for all: a process that looks a moment later may see something else.
 
+    Args:
+        what: See `in_all`.
+        read: A function that returns plain data.
+        alone: See `in_all`.
+
     Raises:
         CheckpointError: In all processes, if process 0 raised it.
         ValueError: In all processes, if process 0 raised another error.
     """
     if alone or jax.process_count() == 1:
         return read()
-    found = in_all(what, lambda: read() if jax.process_index() == 0 else None)
-    return agree(what, FIX, found, reduce=lambda of_all: of_all[0])
+    data = in_all(what, lambda: read() if jax.process_index() == 0 else None)
+    return agree(what, FIX, data, reduce=lambda of_all: of_all[0])
 
 
 def _outcome(outcomes: list[list[str]]) -> list[str]:

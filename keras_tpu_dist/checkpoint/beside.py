@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
-from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, numbered
+from keras_tpu_dist.checkpoint.names import Entry, automatic_names, match, names_of_models, numbered
 from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.layers.beside import (
     MARKS,
@@ -40,7 +40,7 @@ def give_to_layers(model: Any, loaded: Sequence[Any], where: str, others: set) -
         mine = any(id(variable) in ids for variable in layer.variables)
         if mine and layer not in others and give_beside(layer, {}, where):
             membership.constants.changed([model])
-    lost = [one.name for one in layers_with_more(model) if files_of(one)]
+    lost = [each.name for each in layers_with_more(model) if files_of(each)]
     if lost:
         logger.warning(
             "%s is read for its weights alone, so vocabularies and other files of %d layers stay "
@@ -69,7 +69,10 @@ def _numbered(models: Sequence[Any]) -> list[tuple[int, Any, str, int]]:
         for layer in layers_with_more(model):
             layers.setdefault(id(layer), (number, layer))
     names = numbered(layer.path or layer.name for _, layer in layers.values())
-    return [(*owned, path, nth) for owned, (path, nth) in zip(layers.values(), names, strict=True)]
+    return [
+        (number, layer, path, nth)
+        for (number, layer), (path, nth) in zip(layers.values(), names, strict=True)
+    ]
 
 
 def load_beside(
@@ -89,37 +92,39 @@ def load_beside(
     """
     ids = {id(variable) for variable in loaded}
     here = [
-        layer
-        for layer in _numbered(models)
-        if not layer[1].variables or any(id(variable) in ids for variable in layer[1].variables)
+        (number, layer, path, nth)
+        for number, layer, path, nth in _numbered(models)
+        if not layer.variables or any(id(variable) in ids for variable in layer.variables)
     ]
     counts = [count for _, count in manifest.objects(BESIDE)]
     if max(among, default=len(counts)) >= len(counts):
         among, counts = [0] * len(models), [len(manifest.arrays.get(BESIDE, ()))]
     owners = [number for number, count in enumerate(counts) for _ in range(count)]
     by_layer: dict[tuple[int, str, int], dict[str, Saved]] = defaultdict(dict)
-    for owner, saved in zip(owners, _small_enough(manifest, models)):
+    # If they are too many, none is loaded.
+    for owner, saved in zip(owners, _small_enough(manifest, models), strict=False):
         path, name = _split(saved.entry.path)
         by_layer[owner, path, saved.entry.nth][name] = saved
     automatic = automatic_names(models)
     pairs: dict[int, dict[str, Saved]] = {}
     for number in set(among):
-        mine = [i for i, layer in enumerate(here) if among[layer[0]] == number]
+        mine = [i for i, (owner, *_) in enumerate(here) if among[owner] == number]
         theirs = [key for key in by_layer if key[0] == number]
         # By the layers' paths: what a layer has now may have other names, and other shapes.
-        found = match(
+        matching = match(
             [Entry(here[i][2], (), "float32", nth=here[i][3]) for i in mine],
             [Entry(path, (), "float32", nth=nth) for _, path, nth in theirs],
             automatic=automatic,
             automatic_there=manifest.automatic,
             rename=rename,
+            models=names_of_models(models) if len(models) == 1 else (),
         )
-        pairs |= {mine[i]: by_layer[theirs[j]] for i, j in found.pairs.items()}
+        pairs |= {mine[i]: by_layer[theirs[j]] for i, j in matching.pairs.items()}
     lacking = []
     for i, (_, layer, _, _) in enumerate(here):
-        own = pairs.get(i, {})
-        values = load([(array, None, array.entry.dtype) for array in own.values()])
-        by_name = dict(zip(own, values, strict=True))
+        arrays = pairs.get(i, {})
+        values = load([(saved, None, saved.entry.dtype) for saved in arrays.values()])
+        by_name = dict(zip(arrays, values, strict=True))
         if not by_name and values_beside(layer):
             lacking.append(layer.path)
         if give_beside(layer, by_name, where):
@@ -137,8 +142,8 @@ def load_beside(
 def _split(path: str) -> tuple[str, str]:
     """The layer's path, and the name of the value in it."""
     for mark in MARKS:
-        before, found, after = path.partition(f"/{mark}")
-        if found:
+        before, separator, after = path.partition(f"/{mark}")
+        if separator:
             return before, mark + after
     return path, ""
 
@@ -146,8 +151,8 @@ def _split(path: str) -> tuple[str, str]:
 def _small_enough(manifest: Manifest, models: Sequence[Any]) -> tuple[Saved, ...]:
     saved = manifest.arrays.get(BESIDE, ())
     size = sum(bytes_of(array.entry) for array in saved)
-    own = sum(variable.value.nbytes for model in models for variable in model.variables)
-    if size <= max(own, _MOST_BYTES):
+    bytes_of_models = sum(variable.value.nbytes for model in models for variable in model.variables)
+    if size <= max(bytes_of_models, _MOST_BYTES):
         return saved
     logger.warning(
         "the checkpoint has %d bytes beside the variables of its layers, more than the model and "

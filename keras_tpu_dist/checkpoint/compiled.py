@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from keras_tpu_dist import _keras
 logger = logging.getLogger("keras_tpu_dist")
 
 # Optimizers of one family have slots of one meaning.
-_FAMILIES = ({"Adam", "AdamW"},)
+_FAMILIES = ({"adam", "adam_w"},)
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,41 @@ class CompiledOptimizer:
     Attributes:
         rate: The learning rate with which the run began; `None` for a schedule.
         accumulation: The steps whose gradients are accumulated.
+        within: The learning rates of the optimizers in a `MultiOptimizer`, by their places; not
+            saved.
     """
 
     rate: float | None = None
     accumulation: int = 1
+    within: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes by name."""
-        return asdict(self)
+        """What is saved, by name."""
+        return {"rate": self.rate, "accumulation": self.accumulation}
 
 
 def compiled_of(optimizer: Any) -> CompiledOptimizer:
     """How an optimizer is compiled."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if optimizer is None or hasattr(optimizer, "optimizers"):
+    if optimizer is None:
         return CompiledOptimizer()
+    if hasattr(optimizer, "optimizers"):
+        inner = {
+            p: inside
+            for p, inside in _keras.optimizers_in(optimizer).items()
+            if inside is not optimizer
+        }
+        rates = {place: _rate_of(inside) for place, inside in inner.items()}
+        return CompiledOptimizer(within={p: rate for p, rate in rates.items() if rate is not None})
+    rate_of_all = _rate_of(optimizer)
+    return CompiledOptimizer(
+        rate_of_all, getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    )
+
+
+def _rate_of(optimizer: Any) -> float | None:
     rate = optimizer.learning_rate
-    own = float(rate) if isinstance(rate, keras.Variable) else None
-    return CompiledOptimizer(own, getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+    return float(rate) if isinstance(rate, keras.Variable) else None
 
 
 def has_trained(optimizer: Any) -> bool:
@@ -55,9 +72,15 @@ COMPILED = {
 }
 
 
-def one_family(one: str | None, other: str | None) -> bool:
+def one_family(one: str, other: str) -> bool:
     """Whether the slots of two classes of optimizers have one meaning."""
-    return one == other or any({one, other} <= family for family in _FAMILIES)
+    names = {_keras.to_snake_case(name) for name in (one, other)}
+    return same_class(one, other) or any(names <= family for family in _FAMILIES)
+
+
+def same_class(one: str, other: str) -> bool:
+    """Whether two names are of one class: its own name, or what Keras makes of it."""
+    return _keras.to_snake_case(one) == _keras.to_snake_case(other)
 
 
 def follow_compiled(
@@ -73,6 +96,8 @@ def follow_compiled(
         saved: `CompiledOptimizer.to_dict` of the run that was saved; `None` if it is unknown.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not trained:
+        _say_rates_within(optimizer, compiled)
     if saved is None:
         _say_rate(optimizer, compiled, trained)
         return
@@ -118,12 +143,22 @@ def _say_rate(optimizer: Any, compiled: CompiledOptimizer, trained: bool) -> Non
     )
 
 
+def _say_rates_within(optimizer: Any, compiled: CompiledOptimizer) -> None:
+    """A checkpoint does not say with which rates the optimizers in a `MultiOptimizer` began."""
+    inner = _keras.optimizers_in(optimizer)
+    for place, now in compiled_of(optimizer).within.items():
+        before = compiled.within.get(place)
+        if before is not None and not _close(now, before):
+            logger.warning(
+                "the learning rate of %s in the %s is %g, as it was saved, and not %g, as you "
+                "compiled it. To change it, assign optimizer.learning_rate of that one of "
+                "model.optimizer.optimizers after loading",
+                inner[place].name,
+                type(optimizer).__name__,
+                now,
+                before,
+            )
+
+
 def _close(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-6)
-
-
-def begin_averages(optimizer: Any, loaded: set[int]) -> None:
-    """Lets averages of weights that were not saved begin with the weights, not with zeros."""
-    for name, slot, weight in _keras.slots_of_optimizer(optimizer):
-        if name == "model_variables_moving_average" and id(slot) not in loaded:
-            slot.assign(weight.value)

@@ -56,7 +56,11 @@ class Contents(Printed):
 
 
 def contents(directory: str | os.PathLike) -> Contents:
-    """Lists the contents of a directory of checkpoints, without reading values."""
+    """Lists the contents of a directory of checkpoints, without reading values.
+
+    Args:
+        directory: The directory.
+    """
     reader = CheckpointReader(directory)
     return Contents(reader.directory, tuple(_row(reader, step) for step in reader.steps))
 

@@ -25,6 +25,9 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
     mesh, and a flipped bit always changes it. The devices of the array compute it, and NumPy for an
     array in host memory.
 
+    Args:
+        arrays: JAX or NumPy arrays, with any dtype of JAX.
+
     Example:
 
     >>> import jax.numpy as jnp
@@ -38,6 +41,9 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
 @in_own_mesh
 def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bool]]]:
     """Starts to compute the fingerprints of arrays. Those on devices may be donated afterwards.
+
+    Args:
+        arrays: See `fingerprints`.
 
     Returns:
         A function that waits for them, in any thread, and returns for every array its fingerprint

@@ -55,7 +55,7 @@ class Known:
     problem: str = ""
 
 
-def in_order(known: Mapping[int, Known]) -> list[int]:
+def in_order(checkpoints: Mapping[int, Known]) -> list[int]:
     """The steps by their time of writing, the newest last.
 
     Example:
@@ -63,10 +63,10 @@ def in_order(known: Mapping[int, Known]) -> list[int]:
     >>> in_order({1: Known(True, at_s=7.0), 2: Known(True, at_s=9.0), 3: Known(True, at_s=8.0)})
     [1, 3, 2]
     """
-    return sorted(known, key=lambda step: (known[step].at_s, step))
+    return sorted(checkpoints, key=lambda step: (checkpoints[step].at_s, step))
 
 
-def of_other_runs(known: Mapping[int, Known]) -> list[int]:
+def of_other_runs(checkpoints: Mapping[int, Known]) -> list[int]:
     """The steps that are not of the run of the newest checkpoint.
 
     Example:
@@ -74,9 +74,12 @@ def of_other_runs(known: Mapping[int, Known]) -> list[int]:
     >>> of_other_runs({1: Known(True, at_s=9.0, run="b"), 2: Known(True, at_s=8.0, run="a")})
     [2]
     """
-    order = in_order(known)
-    run = next((known[step].run for step in reversed(order) if known[step].run is not None), None)
-    return [step for step in order if known[step].run not in (None, run)]
+    order = in_order(checkpoints)
+    run = next(
+        (checkpoints[step].run for step in reversed(order) if checkpoints[step].run is not None),
+        None,
+    )
+    return [step for step in order if checkpoints[step].run not in (None, run)]
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,12 @@ class Keep:
     every_s: float | None = None
 
 
-def staying(known: Mapping[int, Known], keep: Keep) -> set[int]:
+def staying(checkpoints: Mapping[int, Known], keep: Keep) -> set[int]:
     """The steps of the checkpoints to keep.
+
+    Args:
+        checkpoints: The facts about all checkpoints.
+        keep: Which of them to keep.
 
     Example:
 
@@ -104,18 +111,18 @@ def staying(known: Mapping[int, Known], keep: Keep) -> set[int]:
     >>> staying(known, Keep(2))
     {1, 2, 3}
     """
-    order = in_order(known)
-    whole = [step for step in order if known[step].whole]
+    order = in_order(checkpoints)
+    whole = [step for step in order if checkpoints[step].whole]
     if keep.newest is None or not whole:
-        return set(known)
+        return set(checkpoints)
     stay = set(whole[-keep.newest :])
-    finite = [step for step in whole if known[step].finite]
+    finite = [step for step in whole if checkpoints[step].finite]
     # Weights that are NaN stay NaN, so the last finite checkpoint is the one to go back to.
     stay |= set(finite[-1:])
     if keep.best is not None:
         name, mode = keep.best
         sign = -1 if mode == "min" else 1
-        worths = {step: known[step].metrics.get(name) for step in whole}
+        worths = {step: checkpoints[step].metrics.get(name) for step in whole}
         judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
         # Of equal ones the newest.
         stay |= {step for _, step in sorted(judged, key=lambda pair: pair[0])[-1:]}
@@ -124,9 +131,9 @@ def staying(known: Mapping[int, Known], keep: Keep) -> set[int]:
         # existing one, the choice would shift with every deletion.
         last_s = -float("inf")
         for step in whole:
-            if known[step].at_s - last_s >= keep.every_s:
+            if checkpoints[step].at_s - last_s >= keep.every_s:
                 stay.add(step)
-                last_s = known[step].at_s
+                last_s = checkpoints[step].at_s
     # An unreadable checkpoint may be a temporary fault of the disk, so it stays until newer ones
     # replace it.
     oldest = min(map(order.index, stay))
@@ -137,6 +144,10 @@ def whole_steps(root: Any, local: bool) -> list[int]:
     """The steps with a complete checkpoint, in order of their numbers.
 
     A directory with the name of a step that is not complete is reported in the log.
+
+    Args:
+        root: The directory.
+        local: Whether it is a directory and not a bucket.
     """
     if local:
         names = [path.name for path in root.iterdir()] if root.is_dir() else []
@@ -144,7 +155,7 @@ def whole_steps(root: Any, local: bool) -> list[int]:
     else:
         import orbax.checkpoint as ocp
 
-        steps = [found.step for found in ocp.path.step.standard_name_format().find_all(root)]
+        steps = [named.step for named in ocp.path.step.standard_name_format().find_all(root)]
     whole = []
     for step in sorted(steps):
         path = root / str(step)
@@ -166,12 +177,21 @@ def is_there(path: Any) -> bool:
 
 
 def has_parts(path: Any) -> bool:
-    """Whether a checkpoint's directory has a manifest and arrays."""
+    """Whether a checkpoint's directory has a manifest and arrays.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
     return path.joinpath(*MANIFEST_FILE).exists() and (path / "arrays").exists()
 
 
 def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a checkpoint: those in its manifest, and those added later."""
+    """The metrics of a checkpoint: those in its manifest, and those added later.
+
+    Args:
+        path: The directory of one checkpoint.
+        training: The manifest's `training`.
+    """
     saved = training.get("metrics")
     later = path.joinpath(*_METRICS_FILE)
     noted = json.loads(later.read_text()) if later.exists() else {}
@@ -182,7 +202,12 @@ def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a checkpoint."""
+    """Adds metrics to a checkpoint.
+
+    Args:
+        path: The directory of one checkpoint.
+        metrics: The numbers.
+    """
     file = path.joinpath(*_METRICS_FILE)
     file.parent.mkdir(exist_ok=True)
     # Renamed when complete, because a process may be killed while it writes.
@@ -192,24 +217,40 @@ def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
 
 
 def note_ended(path: Any) -> None:
-    """Notes in a run's newest checkpoint that the run has ended."""
+    """Notes in a run's newest checkpoint that the run has ended.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
     file = path.joinpath(*_ENDED_FILE)
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
 
 
 def note_goes_on(path: Any) -> None:
-    """Removes the note of `note_ended`."""
+    """Removes the note of `note_ended`.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
     path.joinpath(*_ENDED_FILE).unlink(missing_ok=True)
 
 
 def has_ended(path: Any) -> bool:
-    """Whether a checkpoint has the note of `note_ended`."""
+    """Whether a checkpoint has the note of `note_ended`.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
     return path.joinpath(*_ENDED_FILE).exists()
 
 
 def remove(path: Any) -> None:
-    """Deletes a directory, after renaming it."""
+    """Deletes a directory, after renaming it.
+
+    Args:
+        path: The directory.
+    """
     gone = path.parent / f"{path.name}{_REMOVED}"
     if is_there(gone):
         _delete(gone)
@@ -238,6 +279,11 @@ def set_aside(path: Any, step: int, run: str | None) -> None:
     """Moves a checkpoint to a directory from which nothing deletes it.
 
     If the same run has set this step aside before, the newer one replaces it.
+
+    Args:
+        path: The directory of the old one.
+        step: Its step.
+        run: Its run, if known.
     """
     # The run comes from a file that anybody may have written.
     name = run or "unknown"
@@ -263,6 +309,7 @@ def settle(root: Any, run_of: Callable[[Any], str | None], *, overwrites: bool =
     that run overwrites it.
 
     Args:
+        root: The directory of checkpoints.
         run_of: A function from a checkpoint's directory to its run, if known.
         overwrites: Whether checkpoints of other runs are deleted.
     """
@@ -282,6 +329,9 @@ def settle(root: Any, run_of: Callable[[Any], str | None], *, overwrites: bool =
 
 class Lock:
     """Makes this the only process that may write into a directory.
+
+    Args:
+        directory: The directory, which is local.
 
     Raises:
         CheckpointError: If another process writes there.

@@ -5,8 +5,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -14,34 +13,24 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.beside import give_to_layers, load_values
-from keras_tpu_dist.checkpoint.compiled import has_trained
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
+from keras_tpu_dist.checkpoint.compiled import has_trained, one_family
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, checkpoint_error
 from keras_tpu_dist.checkpoint.names import (
-    METRICS,
-    OPTIMIZER,
-    SLOTS,
-    WEIGHTS,
-    Entry,
     Matching,
+    canonical,
     check_excluded,
-    in_order_of_numbers,
-    named_state,
     same_kind,
 )
 from keras_tpu_dist.checkpoint.reader import (
-    CheckpointReader,
-    checkpoint_errors,
-    flat,
     folder,
-    orbax,
 )
 from keras_tpu_dist.checkpoint.restored import (
     GROUP_BYTES,
     Restored,
     assign_in_groups,
-    build_optimizer,
     grouped,
 )
+from keras_tpu_dist.checkpoint.slots import begin_slots, build_optimizer
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.patterns import matches
 
@@ -51,12 +40,18 @@ SUFFIXES = (".keras", ".weights.h5", ".weights.json")
 # Space in HDF5 files besides the arrays, for names and the tree of groups.
 _SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
+# In the directory of a checkpoint of `keras.callbacks.OrbaxCheckpoint`.
+_ARRAYS_OF_KERAS = "pytree"
 # A wrapping optimizer (LossScaleOptimizer) saves the inner optimizer's variables again below it.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
-    """Whether a path has the suffix of a file with weights that Keras saves."""
+    """Whether a path has the suffix of a file with weights that Keras saves.
+
+    Args:
+        path: The path.
+    """
     return os.fspath(path).endswith(SUFFIXES)
 
 
@@ -67,6 +62,13 @@ def load_file(
 
     Keras's files identify variables by the model's structure and not by their names, so there is
     nothing to rename.
+
+    Args:
+        model: A built model.
+        path: The file.
+        strict: See `restore`.
+        exclude: See `restore`; the patterns are for the model's paths.
+        alone: Whether this process reads without the others, if there are several.
     """
     name = os.fspath(path)
     with contextlib.ExitStack() as stack:
@@ -83,7 +85,13 @@ def load_file(
 
         file, saved, dtypes = in_all(f"opening {name}", opened, mark, alone=alone)
         layers = _layers_of_values(model, exclude)
-        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude, layers)
+        trained = has_trained(getattr(model, "optimizer", None))
+
+        def names_of(starts: list[str]) -> list[str]:
+            with _file_errors(name):
+                return [file.name_of(start) for start in starts]
+
+        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude, layers, names_of)
 
         def read(group: list[tuple[str, Any]]) -> list[Any]:
             with _file_errors(name):
@@ -92,7 +100,10 @@ def load_file(
         assign_in_groups(
             list(grouped(chosen, lambda pair: pair[1].value.nbytes, GROUP_BYTES)),
             lambda group: in_all(f"reading {name}", lambda: read(group), alone=alone),
-            has_trained(getattr(model, "optimizer", None)),
+            trained,
+        )
+        begin_slots(
+            model, [variable for n, variable in chosen if n.startswith(_OPTIMIZER)], trained
         )
 
         def values_of(start: str) -> dict[str, Any]:
@@ -125,8 +136,13 @@ def _chosen(
     strict: bool,
     exclude: tuple[str, ...],
     layers: Mapping[str, Any],
+    names_of: Callable[[list[str]], list[str]],
 ) -> tuple[Restored, list[tuple[str, Any]]]:
-    """The report of a file, and the model's variables to load, with their names in the file."""
+    """The report of a file, and the model's variables to load, with their names in the file.
+
+    Args:
+        names_of: Reads the names of objects, by the start of what they saved.
+    """
     here = {n: v for n, v in _keras.names_in_files(model)[0].items() if not _is_in(n, layers)}
     variables = {n: v for n, v in here.items() if isinstance(v, keras.Variable)}
     weights = {n: v for n, v in variables.items() if not n.startswith(_OPTIMIZER)}
@@ -135,7 +151,9 @@ def _chosen(
     fitting = [
         n
         for n, v in wanted.items()
-        if saved.get(n) == tuple(v.shape) and same_kind(dtypes[n], v.dtype)
+        # A file has the dtype of a first value that an initializer gave, if nothing trained.
+        if saved.get(n) == tuple(v.shape)
+        and (same_kind(dtypes[n], v.dtype) or dtypes[n] == v.value.dtype)
     ]
     reshaped = [n for n in wanted if n in saved and n not in fitting]
     offered = [n for n in saved if not (n.startswith(_OPTIMIZER) or _is_in(n, layers))]
@@ -156,7 +174,7 @@ def _chosen(
             fix="Pass exclude=[...], or strict=False to load only matching weights.",
         )
     whole = not (matching.missing or reshaped or matching.kept)
-    optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
+    optimizer = _optimizer_that_fits(model, saved, name, names_of) if whole else {}
     report = Restored(
         directory=name,
         step=0,
@@ -175,8 +193,8 @@ def _layers_of_values(model: Any, exclude: tuple[str, ...]) -> dict[str, Any]:
     They load all of their values themselves, as in Keras: `Dense` with LoRA merges it into its
     kernel to save it, and sets it to zero when it loads.
     """
-    found, starts = _keras.names_in_files(model)
-    values = [n for n, value in found.items() if not isinstance(value, keras.Variable)]
+    by_name, starts = _keras.names_in_files(model)
+    values = [n for n, value in by_name.items() if not isinstance(value, keras.Variable)]
     return {
         start: layer
         for layer in _keras.flatten_layers(model)
@@ -191,18 +209,52 @@ def _is_in(name: str, starts: Iterable[str]) -> bool:
     return any(name.startswith(start) and "/" not in name[len(start) :] for start in starts)
 
 
-def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
-    """The optimizer's variables by name, if the file has exactly these; else an empty dict."""
+def _optimizer_that_fits(
+    model: Any,
+    saved: dict[str, tuple[int, ...]],
+    name: str,
+    names_of: Callable[[list[str]], list[str]],
+) -> dict:
+    """The optimizer's variables by name, if the file has exactly these; else an empty dict.
+
+    A file has them in their order. Equal shapes do not tell Adam's means of gradients from
+    `ScheduleFreeAdamW`'s copy of the weights, so the saved names of optimizers must fit, too.
+    """
     shapes = {n: shape for n, shape in saved.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if not shapes:
         return {}
     build_optimizer(model)
-    here, _ = _keras.names_in_files(model)
-    found = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER_VARIABLES)}
-    if found and shapes != {n: tuple(v.shape) for n, v in found.items()}:
+    here, starts = _keras.names_in_files(model)
+    variables = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER_VARIABLES)}
+    same = shapes == {n: tuple(v.shape) for n, v in variables.items()}
+    optimizers = list(_keras.optimizers_in(model.optimizer).values())
+    if same:
+        names = names_of(
+            [starts.get(id(optimizer), _OPTIMIZER_VARIABLES) for optimizer in optimizers]
+        )
+        names_here = {optimizer.name for optimizer in optimizers}
+        same = all(
+            _may_be(optimizer, there)
+            and (there == optimizer.name or there not in names_here or _is_automatic(optimizer))
+            for optimizer, there in zip(optimizers, names, strict=True)
+        )
+    if variables and not same:
         logger.warning("the optimizer's state is not loaded: that in %r does not fit", name)
         return {}
-    return found
+    return variables
+
+
+def _is_automatic(optimizer: Any) -> bool:
+    return canonical(optimizer.name) == _keras.to_snake_case(type(optimizer).__name__)
+
+
+def _may_be(optimizer: Any, name: str) -> bool:
+    """Whether an optimizer may have been saved with this name: it may be one that Keras makes."""
+    kinds = {n for n, kind in vars(keras.optimizers).items() if isinstance(kind, type)}
+    made = {_keras.to_snake_case(kind) for kind in kinds}
+    families = [kind.__name__ for kind in type(optimizer).__mro__]
+    is_given = canonical(name) in made and name != optimizer.name
+    return not is_given or any(one_family(canonical(name), kind) for kind in families)
 
 
 @contextlib.contextmanager
@@ -215,105 +267,15 @@ def _file_errors(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name!r} cannot be read: {words}") from error
 
 
-_ARRAYS = "pytree"
-# The groups of Keras's `get_state_tree`. Both kinds of weights are one kind here, because a frozen
-# weight may have been trainable when it was saved.
-_KINDS = {
-    "trainable_variables": WEIGHTS,
-    "non_trainable_variables": WEIGHTS,
-    "optimizer_variables": OPTIMIZER,
-    "metrics_variables": METRICS,
-}
-
-
-def is_directory_of_keras(directory: str | os.PathLike) -> bool:
-    """Whether Keras's callback wrote a directory of checkpoints, or one of those in it."""
+def check_not_of_keras(directory: str | os.PathLike) -> None:
+    """Raises a `CheckpointError` if `keras.callbacks.OrbaxCheckpoint` wrote the directory."""
     path = folder(directory)
     if not path.is_dir():
-        return False
-    return (path / _ARRAYS).is_dir() or any(
-        (path_in / _ARRAYS).is_dir() for path_in in path.iterdir() if path_in.name.isdigit()
-    )
-
-
-class KerasDirectory(CheckpointReader):
-    """The checkpoints of `keras.callbacks.OrbaxCheckpoint`.
-
-    Keras saves arrays by the paths of variables, without checksums, so damaged values are not
-    detected.
-    """
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, the newest last."""
-        if self._is_one:
-            return [int(self._root.name) if self._root.name.isdigit() else 0]
-        with checkpoint_errors(self.directory, "read"):
-            return sorted(orbax().utils.checkpoint_steps(self._root))
-
-    @property
-    def steps_of_run(self) -> list[int]:
-        """See `CheckpointReader`; Keras notes no run."""
-        return self.steps
-
-    def manifest(self, step: int, name: str = "") -> Manifest:
-        """See `CheckpointReader`."""
-        with checkpoint_errors(self.directory, "read", step):
-            tree = orbax().PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
-        arrays: dict[str, list[Saved]] = {kind: [] for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS)}
-        for group, kind in _KINDS.items():
-            for path, leaf in flat(tree.get(group) or {}):
-                entry = Entry(path, tuple(leaf.shape), str(leaf.dtype))
-                arrays[kind].append(Saved(entry, f"{group}/{path}", 0))
-        arrays |= _slots_apart(arrays)
-        optimizer = next((saved.entry.path for saved in arrays[OPTIMIZER]), "")
-        return Manifest(
-            {
-                kind: tuple(in_order_of_numbers(rows, lambda saved: saved.entry.path))
-                for kind, rows in arrays.items()
-            },
-            written={"optimizer": optimizer.partition("/")[0]},
+        return
+    steps = [path, *(child for child in path.iterdir() if child.name.isdigit())]
+    if any((step / _ARRAYS_OF_KERAS).is_dir() for step in steps):
+        raise checkpoint_error(
+            "restore reads checkpoints of keras_tpu_dist.callbacks.Checkpoint, and Keras's files.",
+            received=f"{os.fspath(directory)!r}, which keras.callbacks.OrbaxCheckpoint wrote.",
+            fix="Compile the model, and call model.load_weights(directory).",
         )
-
-    def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
-        """Checks nothing: there are no checksums."""
-
-    @staticmethod
-    def state_of(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
-        """The model's state, with Keras's names for slots, in the manifest's order."""
-        state = named_state(model)
-        state[SLOTS] = [
-            (replace(entry, slot=_after(entry.path, variable.path)), variable)
-            for entry, variable in state[SLOTS]
-        ]
-        return {
-            kind: in_order_of_numbers(pairs, lambda pair: pair[0].path)
-            for kind, pairs in state.items()
-        }
-
-    @property
-    def _is_one(self) -> bool:
-        return (self._root / _ARRAYS).is_dir()
-
-    def _arrays(self, step: int) -> Any:
-        return (self._root if self._is_one else self._root / str(step)) / _ARRAYS
-
-
-def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
-    """Separates slots: Keras names a slot by its weight's path, with underscores, and its name."""
-    by_name = {saved.entry.path.replace("/", "_"): saved.entry.path for saved in arrays[WEIGHTS]}
-    slots, rest = [], []
-    for saved in arrays[OPTIMIZER]:
-        last = saved.entry.path.rpartition("/")[2]
-        names = [name for name in by_name if last.startswith(f"{name}_")]
-        if not names:
-            rest.append(saved)
-            continue
-        path = by_name[max(names, key=len)]
-        entry = Entry(path, saved.entry.shape, saved.entry.dtype, _after(path, saved.entry.path))
-        slots.append(Saved(entry, saved.key, saved.fingerprint))
-    return {SLOTS: slots, OPTIMIZER: rest}
-
-
-def _after(weight: str, slot: str) -> str:
-    return slot.rpartition("/")[2].removeprefix(weight.replace("/", "_") + "_")

@@ -1,6 +1,5 @@
 """Saves and resumes custom loops: models, optimizers, metrics, the position in the input."""
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -9,10 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.beside import load_beside
@@ -27,22 +26,29 @@ from keras_tpu_dist.checkpoint.names import (
     Entry,
     Matching,
     automatic_names,
+    entries_of_optimizers,
     entry_of,
-    follow,
     match,
+    names_of_models,
     numbered,
-    slot_entry,
 )
+from keras_tpu_dist.checkpoint.optimizers import fitting, kinds_of_optimizers
 from keras_tpu_dist.checkpoint.restore import assign_saved
+from keras_tpu_dist.checkpoint.slots import build_optimizer
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
-from keras_tpu_dist.common.checks import PositiveInt, checked_path, known_words, require, whole
+from keras_tpu_dist.common.checks import (
+    PositiveInt,
+    checked_arguments,
+    checked_path,
+    require,
+    whole,
+)
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.forms import DictOf, ListOf, fits
 from keras_tpu_dist.input.position import POSITION, own_position
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
-from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -117,7 +123,7 @@ class LoopCheckpoint:
     {'step': 2} 2 120.0
     """
 
-    @known_words
+    @checked_arguments
     def __init__(
         self,
         directory: str | os.PathLike,
@@ -176,6 +182,11 @@ class LoopCheckpoint:
             CheckpointError: If it could not be written; if `asynchronous`, from the next call.
         """
         require("LoopCheckpoint.save", whole(0), step=step)
+        # What NumPy and JAX compute is a number too.
+        numbers = {
+            name: np.asarray(value).item() if getattr(value, "shape", None) == () else value
+            for name, value in numbers.items()
+        }
         wrong = {name: value for name, value in numbers.items() if not isinstance(value, _Plain)}
         if wrong:
             raise value_error(
@@ -230,7 +241,7 @@ class LoopCheckpoint:
         numbers, positions = _noted(manifest, step, store.directory)
         places = []
         for i, _ in enumerate(self._parts.datasets):
-            here = [own[i] if i < len(own) else None for own in positions]
+            here = [of_process[i] if i < len(of_process) else None for of_process in positions]
             places.append(own_position(here) if here else None)
         for dataset, place in zip(self._parts.datasets, places, strict=True):
             dataset.check_goes_to(place)
@@ -315,8 +326,8 @@ class _Parts:
         self.datasets = [item for item in objects if hasattr(item, "keep_position")]
         others = (keras.Variable, keras.metrics.Metric, keras.random.SeedGenerator)
         self.others = [item for item in objects if isinstance(item, others)]
-        known = [*self.models, *self.optimizers, *self.datasets, *self.others]
-        wrong = [item for item in objects if not any(item is one for one in known)]
+        accepted = [*self.models, *self.optimizers, *self.datasets, *self.others]
+        wrong = [item for item in objects if not any(item is other for other in accepted)]
         if wrong or not objects:
             raise value_error(
                 "LoopCheckpoint takes models, optimizers, metrics, variables, seed generators "
@@ -342,57 +353,57 @@ class _Parts:
 
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, with their entries. See `names.named_state`."""
-        of_each = self._by_object()
-        return {kind: [pair for own in parts for pair in own] for kind, parts in of_each.items()}
+        by_object = self._by_object()
+        return {kind: list(itertools.chain(*parts)) for kind, parts in by_object.items()}
 
     def counts(self) -> dict[str, list[list]]:
         """The names of the objects and the numbers of their arrays, by kind, for the manifest."""
         kinds = (self.models, self.optimizers, self.optimizers, self.others)
         return {
-            kind: [[str(item.name), len(own)] for item, own in zip(items, parts)]
-            for (kind, parts), items in zip(self._by_object().items(), kinds)
+            kind: [[str(item.name), len(pairs)] for item, pairs in zip(items, parts, strict=True)]
+            for (kind, parts), items in zip(self._by_object().items(), kinds, strict=True)
         }
 
     def _by_object(self) -> dict[str, list[list[tuple[Entry, Any]]]]:
         """The variables by kind and object; one that several objects share is of the first."""
         of_models = _once(m.variables for m in self.models)
-        every = [v for own in of_models for v in own]
-        nth = {id(v): n for v, (_, n) in zip(every, numbered(v.path for v in every))}
-        of_optimizers = _once(one.variables for one in self.optimizers)
-        slots = {
-            id(slot): (name, weight)
-            for one in self.optimizers
-            for name, slot, weight in _keras.optimizer_slots(SimpleNamespace(optimizer=one))
-        }
+        every = [v for variables in of_models for v in variables]
+        nth = {id(v): n for v, (_, n) in zip(every, numbered(v.path for v in every), strict=True)}
+        of_optimizers = _once(optimizer.variables for optimizer in self.optimizers)
+        owners, slots, rest = entries_of_optimizers(self.optimizers, nth)
         return {
             WEIGHTS: [
-                [(replace(entry_of(v), nth=nth[id(v)]), v) for v in own] for own in of_models
+                [
+                    (replace(entry_of(v), nth=nth[id(v)], optimizer=owners.get(id(v), "")), v)
+                    for v in variables
+                ]
+                for variables in of_models
             ],
             SLOTS: [
-                [(slot_entry(v, *slots[id(v)], nth), v) for v in own if id(v) in slots]
-                for own in of_optimizers
+                [(slots[id(v)], v) for v in variables if id(v) in slots]
+                for variables in of_optimizers
             ],
-            OPTIMIZER: _numbered([[v for v in own if id(v) not in slots] for own in of_optimizers]),
+            OPTIMIZER: [
+                [(rest.get(id(v), entry_of(v)), v) for v in variables if id(v) not in slots]
+                for variables in of_optimizers
+            ],
             METRICS: _numbered(_once(_variables_of(item) for item in self.others)),
         }
 
     def chosen(self, manifest: Manifest, step: int) -> tuple[list, list[int]]:
         """The saved arrays and the variables they are for, and the models' numbers there."""
         state, automatic = self.state(), automatic_names(self.objects)
-        matching = {
-            kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, OPTIMIZER, METRICS)
-        }
+        matching = {kind: self._matched(kind, manifest, automatic) for kind in (WEIGHTS, METRICS)}
         saved = manifest.entries(WEIGHTS)
         sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in matching[WEIGHTS].pairs.items()]
-        slots = {
-            start + i: start_there + j
-            for start, start_there, own, there in self._side_by_side(SLOTS, manifest)
-            for i, j in follow(own, there, sources).items()
-        }
-        whole = len(slots) == len(state[SLOTS]) == len(manifest.entries(SLOTS))
-        if not whole or not all(found.complete for found in matching.values()):
+        here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER)}
+        kinds = kinds_of_optimizers(self.objects)
+        fits = fitting(here, manifest, kinds, sources, automatic, manifest.automatic)
+        matching[OPTIMIZER] = fits.rest
+        whole = len(fits.slots) == len(state[SLOTS]) == len(manifest.entries(SLOTS))
+        if not whole or not all(of_kind.complete for of_kind in matching.values()):
             raise ValueError(_misfit(step, matching, state, manifest))
-        pairs = {kind: found.pairs for kind, found in matching.items()} | {SLOTS: slots}
+        pairs = {kind: of_kind.pairs for kind, of_kind in matching.items()} | {SLOTS: fits.slots}
         chosen = [
             (manifest.arrays[kind][j], state[kind][i][1])
             for kind, those in pairs.items()
@@ -407,19 +418,25 @@ class _Parts:
         parts = self._side_by_side(WEIGHTS, manifest)
         if len(counts) != len(self.models):
             return []
-        return [owners[pairs[i]] if own else n for n, (i, _, own, _) in enumerate(parts)]
+        return [owners[pairs[i]] if entries else n for n, (i, _, entries, _) in enumerate(parts)]
 
     def _matched(self, kind: str, manifest: Manifest, automatic: frozenset[str]) -> Matching:
         """Matches the objects in their order, and what is in each of them by name."""
+        # Of several models, the names that you gave tell which is which.
+        models = names_of_models(self.models) if len(self.models) == 1 else ()
         parts = [
-            match(own, there, automatic=automatic, automatic_there=manifest.automatic).moved(
-                *starts
-            )
-            for *starts, own, there in self._side_by_side(kind, manifest)
+            match(
+                entries,
+                there,
+                automatic=automatic,
+                automatic_there=manifest.automatic,
+                models=models,
+            ).moved(*starts)
+            for *starts, entries, there in self._side_by_side(kind, manifest)
         ]
-        found = Matching.joined(parts)
-        if found.complete or len(parts) < 2:
-            return found
+        in_order = Matching.joined(parts)
+        if in_order.complete or len(parts) < 2:
+            return in_order
         # In another order, only the user's own names tell.
         by_name = match(
             [entry for entry, _ in self.state()[kind]], manifest.entries(kind), automatic=()
@@ -428,7 +445,7 @@ class _Parts:
         given = not any(automatic.intersection(path.split("/")) for path in paths)
         # Equal paths would be told apart by their order alone.
         is_clear = given and len(paths) == len(manifest.entries(kind))
-        return by_name if by_name.complete and is_clear else found
+        return by_name if by_name.complete and is_clear else in_order
 
     def _side_by_side(
         self, kind: str, manifest: Manifest
@@ -437,25 +454,27 @@ class _Parts:
 
         Everything is one object if another number of objects was saved.
         """
-        here = [[entry for entry, _ in own] for own in self._by_object()[kind]]
+        here = [[entry for entry, _ in pairs] for pairs in self._by_object()[kind]]
         there = manifest.entries(kind)
         counts = [count for _, count in manifest.objects(kind)]
         if len(counts) != len(here):
-            here, counts = [[entry for own in here for entry in own]], [len(there)]
-        starts = [0, *itertools.accumulate(map(len, here))]
-        starts_there = [0, *itertools.accumulate(counts)]
+            here, counts = [[entry for entries in here for entry in entries]], [len(there)]
+        starts = [0, *itertools.accumulate(map(len, here))][:-1]
+        starts_there = [0, *itertools.accumulate(counts)][:-1]
         return [
-            (start, start_there, own, there[start_there : start_there + count])
-            for start, start_there, own, count in zip(starts, starts_there, here, counts)
+            (start, start_there, entries, there[start_there : start_there + count])
+            for start, start_there, entries, count in zip(
+                starts, starts_there, here, counts, strict=True
+            )
         ]
 
     def follow_compiled(self, trained: list[bool], saved: Any) -> None:
         """Lets optimizers be as they were compiled; see the function of that name."""
-        known = fits(saved, [COMPILED] * len(trained))
-        runs: list[Any] = saved if known else [None] * len(trained)
+        is_saved = fits(saved, [COMPILED] * len(trained))
+        runs: list[Any] = saved if is_saved else [None] * len(trained)
         for i, optimizer in enumerate(self.optimizers):
             follow_compiled(optimizer, self.compiled[i], trained[i], runs[i])
-            if trained[i] and known:
+            if trained[i] and is_saved:
                 self.compiled[i] = replace(self.compiled[i], rate=runs[i]["rate"])
 
     def build_optimizer(self) -> None:
@@ -470,19 +489,17 @@ class _Parts:
                 f"{len(self.models)} models.",
                 fix="Call optimizer.build(model.trainable_variables) in strategy.scope().",
             )
-        member = membership.of_model(self.models[0])
-        with contextlib.nullcontext() if member is None else member.strategy.scope():
-            unbuilt[0].build(self.models[0].trainable_variables)
+        build_optimizer(self.models[0], unbuilt[0])
 
 
 def _once(of_each: Iterable[list]) -> list[list]:
     """The variables of each object, without those that an object before has, too."""
     seen: set[int] = set()
-    found = []
+    firsts = []
     for variables in of_each:
-        found.append([v for v in {id(v): v for v in variables}.values() if id(v) not in seen])
+        firsts.append([v for v in {id(v): v for v in variables}.values() if id(v) not in seen])
         seen.update(map(id, variables))
-    return found
+    return firsts
 
 
 def _variables_of(item: Any) -> list:
@@ -492,8 +509,10 @@ def _variables_of(item: Any) -> list:
 
 
 def _numbered(of_each: list[list]) -> list[list[tuple[Entry, Any]]]:
-    numbers = iter([n for _, n in numbered(v.path for own in of_each for v in own)])
-    return [[(replace(entry_of(v), nth=next(numbers)), v) for v in own] for own in of_each]
+    numbers = iter([n for _, n in numbered(v.path for variables in of_each for v in variables)])
+    return [
+        [(replace(entry_of(v), nth=next(numbers)), v) for v in variables] for variables in of_each
+    ]
 
 
 def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any], list[list]]:
@@ -510,7 +529,7 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
 
 
 def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) -> str:
-    parts = [text for found in matching.values() for text in found.misfits]
+    parts = [text for of_kind in matching.values() for text in of_kind.misfits]
     slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
     parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]
     return message(

@@ -88,14 +88,14 @@ class Manifest:
     Attributes:
         arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"beside"`
             (what layers keep beside their variables), `"extra"`.
-        automatic: The names in paths that Keras gave; `None` if a callback of Keras saved. See
+        automatic: The names in paths that Keras gave. See
             `keras_tpu_dist.checkpoint.names.automatic_names`.
     """
 
     arrays: dict[str, tuple[Saved, ...]]
     training: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
-    automatic: frozenset[str] | None = None
+    automatic: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with a checksum."""
@@ -104,12 +104,16 @@ class Manifest:
             "written": self.written,
             "training": self.training,
             "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
-            "automatic": sorted(self.automatic or ()),
+            "automatic": sorted(self.automatic),
         }
         return {"crc32": _crc32(content), **content}
 
     def entries(self, kind: str) -> list[Entry]:
-        """The entries of a kind, in their order."""
+        """The entries of a kind, in their order.
+
+        Args:
+            kind: `"weights"`, for example.
+        """
         return [saved.entry for saved in self.arrays.get(kind, ())]
 
     @property
@@ -122,6 +126,12 @@ class Manifest:
         """The time of its writing, in seconds since 1970."""
         return datetime.datetime.fromisoformat(self.written["at"]).timestamp()
 
+    @property
+    def optimizers(self) -> dict[str, str]:
+        """The classes of the optimizers that were saved, by their places, as far as is known."""
+        kind = self.written.get("optimizer")
+        return self.written.get("optimizers", {"": kind} if isinstance(kind, str) else {})
+
     def objects(self, kind: str) -> list[tuple[str, int]]:
         """The names of the objects of a loop and the numbers of their arrays, in their order."""
         return [(name, count) for name, count in self.training.get("objects", {}).get(kind, ())]
@@ -129,6 +139,11 @@ class Manifest:
 
 def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
     """Restores a manifest from plain data.
+
+    Args:
+        data: The result of `Manifest.to_json`.
+        where: The checkpoint, for errors.
+        step: The step that its directory is named for; `None` if it has no such name.
 
     Raises:
         CheckpointError: If it has a newer version, was changed since it was written, or is that of
@@ -149,12 +164,12 @@ def from_json(data: Any, where: str, step: int | None = None) -> Manifest:
             received=f"{error}.",
             fix=_OTHER,
         ) from error
-    own = data["training"].get("step", step)
-    if step is not None and own != step:
+    saved_step = data["training"].get("step", step)
+    if step is not None and saved_step != step:
         raise checkpoint_error(
             f"{where} is that of another step: its directory was renamed.",
-            received={"name": step, "step in the manifest": own},
-            fix=f"Rename it to {own}.",
+            received={"name": step, "step in the manifest": saved_step},
+            fix=f"Rename it to {saved_step}.",
         )
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
     return Manifest(arrays, data["training"], data["written"], frozenset(data["automatic"]))
@@ -184,11 +199,14 @@ def _row(saved: Saved) -> dict[str, Any]:
     # `asdict` copies each of the values: a tenth of the time of a save of many small arrays.
     row = {**vars(saved.entry), **vars(saved)}
     del row["entry"]
+    if not row["optimizer"]:
+        del row["optimizer"]
     return row
 
 
 def _saved(row: Mapping[str, Any]) -> Saved:
-    entry = Entry(row["path"], tuple(row["shape"]), row["dtype"], row["slot"], row["nth"])
+    shape, optimizer = tuple(row["shape"]), row.get("optimizer", "")
+    entry = Entry(row["path"], shape, row["dtype"], row["slot"], row["nth"], optimizer)
     packed = row.get("packed")
     packed = None if packed is None else (packed[0], packed[1])
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]), packed)
@@ -242,8 +260,15 @@ _ROW = {
     "dtype": _is_dtype_of_numbers,
     "axes": list,
     "packed": Maybe((None, [_is_count, _is_count])),
+    "optimizer": Maybe(_is_name),
 }
 _HISTORY = Maybe({"epoch": ListOf(_is_count), "logs": DictOf(list)})
+_CALLBACK = {
+    "class": _is_name,
+    "attributes": Maybe(dict),
+    "monitor": Maybe((None, _is_name)),
+    "config": Maybe(DictOf(_is_name)),
+}
 # Of everything that is used later: a stranger may have written the file. A `LoopCheckpoint` writes
 # fewer entries of "training".
 _FORM = {
@@ -253,6 +278,7 @@ _FORM = {
         "at": _is_time,
         "mesh": Maybe(DictOf(_is_count)),
         "processes": Maybe(_is_count),
+        "optimizers": Maybe(DictOf(_is_name)),
     },
     "training": {
         "run": _is_name,
@@ -261,7 +287,7 @@ _FORM = {
         "compiled": Maybe(COMPILED),
         "reached": Maybe((None, _is_count)),
         "global_seed": Maybe((None, [_is_count, _is_count])),
-        "callbacks": Maybe(ListOf({"class": _is_name, "attributes": Maybe(dict)})),
+        "callbacks": Maybe(ListOf(_CALLBACK)),
         "positions": Maybe(lambda found: found != [] and fits(found, ListOf((None, POSITION)))),
         "history": _HISTORY,
         "history_at_end": _HISTORY,

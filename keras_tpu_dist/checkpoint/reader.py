@@ -28,7 +28,6 @@ from keras_tpu_dist.checkpoint.manifest import (
     checkpoint_error,
     from_json,
 )
-from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.checkpoint.packed import PACKED, check_places, described, unpack
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
@@ -42,7 +41,11 @@ ARRAYS = "arrays"
 _MOST_WORDS = 300
 # If 1000 processes save 10,000 arrays, they write 20 MB.
 _MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
-LOOK = "Check its path, permissions and free space."
+_LOOK = "Check its path, permissions and free space."
+_BUCKET = (
+    "Check the bucket's name, and the roles of this machine's account: roles/storage.objectAdmin "
+    "and roles/storage.legacyBucketReader."
+)
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 
 _Loaded = TypeVar("_Loaded")
@@ -68,9 +71,6 @@ class CheckpointReader:
         self._looked_at: dict[int, tuple[Any, Known]] = {}
         self._stored: dict[int, Mapping[str, Any]] = {}
 
-    # `KerasDirectory` has a different one, with Keras's names for slots.
-    state_of = staticmethod(named_state)
-
     @property
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, the newest last."""
@@ -79,28 +79,28 @@ class CheckpointReader:
     @property
     def steps_of_run(self) -> list[int]:
         """Those of the newest run, the newest last; the log names the others."""
-        known = self._known
-        others = of_other_runs(known)
+        checkpoints = self._known
+        others = of_other_runs(checkpoints)
         if others:
             log_once(
                 f"{self.directory} has checkpoints of several runs: the newest run is used, not "
-                f"steps {others} of {runs_text(known, others)}",
+                f"steps {others} of {runs_text(checkpoints, others)}",
                 logging.WARNING,
             )
-        return [step for step in in_order(known) if step not in others]
+        return [step for step in in_order(checkpoints) if step not in others]
 
     @property
     def newest(self) -> tuple[float, int]:
         """When the newest checkpoint was written, in seconds since 1970, and its step; or -1."""
-        known = self._known
-        step = in_order(known)[-1] if known else -1
-        return (known[step].at_s, step) if known else (0.0, -1)
+        checkpoints = self._known
+        step = in_order(checkpoints)[-1] if checkpoints else -1
+        return (checkpoints[step].at_s, step) if checkpoints else (0.0, -1)
 
     @property
     def _known(self) -> dict[int, Known]:
         """The facts about all complete checkpoints."""
         with checkpoint_errors(self.directory, "read"):
-            found = {}
+            checkpoints = {}
             for step in whole_steps(self._root, is_local(self.directory)):
                 try:
                     *mark, written_s = _mark((self._root / str(step)).joinpath(*MANIFEST_FILE))
@@ -108,8 +108,8 @@ class CheckpointReader:
                     continue  # another process has deleted it just now
                 if self._looked_at.get(step, (None,))[0] != [*mark, written_s]:
                     self._looked_at[step] = [*mark, written_s], self._look_at(step, written_s)
-                found[step] = self._looked_at[step][1]
-            return found
+                checkpoints[step] = self._looked_at[step][1]
+            return checkpoints
 
     def _look_at(self, step: int, written_s: float) -> Known:
         try:
@@ -204,7 +204,7 @@ class CheckpointReader:
         placed = put([arrays[i] for i in small], [wanted[i][1] for i in small])
         for i, array in zip(small, placed, strict=True):
             arrays[i] = array
-        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
+        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted, strict=True)]
 
     def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
         ocp = orbax()
@@ -216,7 +216,7 @@ class CheckpointReader:
             restored = ocp.args.PyTreeRestore(
                 item=_nested(target), restore_args=_nested(how), partial_restore=True
             )
-            handler, path = ocp.PyTreeCheckpointHandler(), self._arrays(step)
+            handler, path = ocp.PyTreeCheckpointHandler(), self._root / str(step) / ARRAYS
             with checkpoint_errors(self.directory, "read", step):
                 check_places([saved for saved, _, _ in filled])
                 if step not in self._stored:
@@ -230,12 +230,13 @@ class CheckpointReader:
                 read[saved.key] = np.zeros(saved.entry.shape, saved.entry.dtype)
         return [read[saved.key] for saved, _, _ in wanted]
 
-    def _arrays(self, step: int) -> Any:
-        return self._root / str(step) / ARRAYS
-
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
-        found = fingerprints(arrays)
-        wrong = [array.entry.path for array, n in zip(saved, found) if array.fingerprint != n]
+        numbers = fingerprints(arrays)
+        wrong = [
+            array.entry.path
+            for array, n in zip(saved, numbers, strict=True)
+            if array.fingerprint != n
+        ]
         if wrong:
             raise checkpoint_error(
                 f"Checkpoint {step} of {self.directory!r} is damaged.",
@@ -245,19 +246,19 @@ class CheckpointReader:
             )
 
 
-def runs_text(known: Mapping[int, Known], steps: Sequence[int]) -> str:
+def runs_text(checkpoints: Mapping[int, Known], steps: Sequence[int]) -> str:
     """The runs of checkpoints, for the log."""
-    runs = list(dict.fromkeys(known[step].run or "unknown" for step in steps))
+    runs = list(dict.fromkeys(checkpoints[step].run or "unknown" for step in steps))
     return f"run {', '.join(runs)}"
 
 
 def _mark(path: Any) -> tuple[int, int, float]:
     """What differs once a file was written again; its last part is the time of that."""
     if is_local(os.fspath(path)):
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime
-    found = path.stat()
-    return 0, found.length, float(found.mtime)
+        status = os.stat(path)
+        return status.st_ino, status.st_size, status.st_mtime
+    status = path.stat()
+    return 0, status.length, float(status.mtime)
 
 
 @contextlib.contextmanager
@@ -265,6 +266,11 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
     """A context in which any failure becomes a `CheckpointError` that names the checkpoint.
 
     Orbax and TensorStore raise a dozen kinds of errors for a full disk or a damaged file.
+
+    Args:
+        directory: The directory of checkpoints.
+        what: The action, for the error: `"read"`, `"written"`, `"opened"`.
+        step: The step of the checkpoint, if there is one.
     """
     try:
         yield
@@ -277,12 +283,25 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
         raise checkpoint_error(
             f"{which} of {directory!r} cannot be {what}.",
             received=f"{reason_of(error)}.",
-            fix=_OTHER if what == "read" else LOOK,
+            fix=_OTHER if what == "read" else where_to_look(directory),
         ) from error
 
 
+def where_to_look(directory: str) -> str:
+    """What to check if a directory cannot be written.
+
+    Args:
+        directory: The directory.
+    """
+    return _BUCKET if directory.startswith("gs://") else _LOOK
+
+
 def none_in(directory: str) -> CheckpointError:
-    """The error for a directory without checkpoints."""
+    """The error for a directory without checkpoints.
+
+    Args:
+        directory: The directory.
+    """
     return checkpoint_error(
         f"There is no checkpoint in {directory!r}.",
         received={"directory": directory},
@@ -297,21 +316,28 @@ def _check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
     chunks, which may be larger than their arrays.
     """
     for saved in wanted:
-        found, entry = stored.get(saved.key), saved.entry
-        shape = tuple(getattr(found, "shape", None) or ())
-        chunk = tuple(getattr(getattr(found, "storage", None), "chunk_shape", None) or ())
-        fits = all(0 < part <= size for part, size in zip(chunk, shape))
-        if shape != entry.shape or str(getattr(found, "dtype", "")) != entry.dtype or not fits:
+        array, entry = stored.get(saved.key), saved.entry
+        shape = tuple(getattr(array, "shape", None) or ())
+        chunk = tuple(getattr(getattr(array, "storage", None), "chunk_shape", None) or ())
+        # No chunk is known of an array that is not stored, or in another way.
+        fits = not chunk or len(chunk) == len(shape)
+        fits = fits and all(0 < part <= size for part, size in zip(chunk, shape, strict=False))
+        if shape != entry.shape or str(getattr(array, "dtype", "")) != entry.dtype or not fits:
             raise value_error(
                 "Arrays must be stored as in the manifest, in chunks no larger than the array.",
                 received={"path": entry.path, "manifest": entry.shape, "stored": shape}
-                | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
+                | {"chunks": chunk, "dtype": str(getattr(array, "dtype", None))},
                 fix="Load another checkpoint.",
             )
 
 
 def check_files(directory: str, name: str) -> None:
-    """Checks the sizes of files before they are read into memory: all except the arrays' values."""
+    """Checks the sizes of files before they are read into memory: all except the arrays' values.
+
+    Args:
+        directory: The directory of checkpoints.
+        name: The name of one checkpoint's directory in it, or of a part of one.
+    """
     if not is_local(directory):
         return
     for path, folders, names in os.walk(os.path.join(directory, name)):
@@ -391,6 +417,9 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def folder(directory: str | os.PathLike) -> Any:
     """A directory as a path object that also works for a bucket.
 
+    Args:
+        directory: The directory.
+
     Raises:
         CheckpointError: If it is a link to nothing, or in storage of an unknown kind.
     """
@@ -424,7 +453,7 @@ def orbax() -> Any:
             message(
                 "Checkpoints need Orbax.",
                 received=f"{error}.",
-                fix='Install it: pip install "orbax-checkpoint>=0.11".',
+                fix='Install it: pip install "orbax-checkpoint>=0.11.32".',
             )
         ) from error
     return ocp

@@ -12,16 +12,13 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.compiled import (
-    begin_averages,
     compiled_of,
     follow_compiled,
     has_trained,
-    one_family,
 )
 from keras_tpu_dist.checkpoint.fingerprint import is_small
 from keras_tpu_dist.checkpoint.keras_files import (
-    KerasDirectory,
-    is_directory_of_keras,
+    check_not_of_keras,
     is_file_of_keras,
     load_file,
 )
@@ -34,18 +31,21 @@ from keras_tpu_dist.checkpoint.names import (
     Matching,
     automatic_names,
     check_excluded,
-    follow,
+    dtype_of,
     match,
+    named_state,
+    names_of_models,
     renamed,
 )
+from keras_tpu_dist.checkpoint.optimizers import Fitting, fitting, kinds_of_optimizers
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import (
     GROUP_BYTES,
     Restored,
     assign_in_groups,
-    build_optimizer,
     grouped,
 )
+from keras_tpu_dist.checkpoint.slots import begin_slots, build_optimizer
 from keras_tpu_dist.common.checks import FLAG, check_model, checked_path, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.patterns import patterns_of
@@ -72,13 +72,14 @@ def restore(
     The checkpoint may come from any mesh, any number of processes and any layout. The checksums of
     all values are checked before anything in the model changes, if the model has trained or the
     state has at most 128 MiB; otherwise in groups of 64 MiB. The optimizer's state is loaded, too,
-    if all weights are.
+    if all weights are. Of an optimizer that has not trained yet, what is not loaded begins with the
+    loaded weights, also if it was built before; your learning rate stays. One that has trained
+    stays as it is, as in Keras, if nothing of it is loaded.
 
     Args:
         model: A built model.
-        directory: The directory of `keras_tpu_dist.callbacks.Checkpoint` or of
-            `keras.callbacks.OrbaxCheckpoint`; or a file that Keras saved: a `.keras`, `.weights.h5`
-            or sharded `.weights.json`.
+        directory: The directory of `keras_tpu_dist.callbacks.Checkpoint`; or a file that Keras
+            saved: a `.keras`, `.weights.h5` or sharded `.weights.json`.
         step: The checkpoint's step. Defaults to the newest complete one.
         strict: Whether the model and the checkpoint must have exactly the same weights.
         exclude: Patterns of paths to leave unchanged, such as `"*/head/*"`.
@@ -116,11 +117,11 @@ def restore(
         return load_file(model, directory, strict, exclude, alone)
 
     def opened() -> CheckpointReader:
-        kind = KerasDirectory if is_directory_of_keras(directory) else CheckpointReader
-        return kind(directory, alone=alone)
+        check_not_of_keras(directory)
+        return CheckpointReader(directory, alone=alone)
 
     what = f"opening {directory}"
-    reader = in_all(what, opened, lambda reader: type(reader).__name__, alone=alone)
+    reader = in_all(what, opened, alone=alone)
     return load_newest(model, reader, step, strict, exclude, pairs)[0]
 
 
@@ -136,6 +137,12 @@ def load_newest(
     """Loads the newest complete checkpoint, or that of a step. See `restore`.
 
     Args:
+        model: A built model.
+        reader: The checkpoints.
+        step: The step, or `None` for the newest.
+        strict: See `restore`.
+        exclude: See `restore`.
+        rename: See `restore`.
         needs: The entries that the manifest's `training` must have.
     """
     _check_built(model)
@@ -145,10 +152,10 @@ def load_newest(
         _check_has(manifest, needs, f"Checkpoint {candidate} of {reader.directory!r}")
         return _load(model, reader, candidate, manifest, strict, exclude, rename), manifest
 
-    found = reader.load_newest(load, step)
-    if found is None:
+    loaded = reader.load_newest(load, step)
+    if loaded is None:
         raise none_in(reader.directory)
-    return found
+    return loaded
 
 
 def _check_has(manifest: Manifest, needs: tuple[str, ...], where: str) -> None:
@@ -171,12 +178,12 @@ def _load(
     rename: tuple[tuple[str, str], ...],
 ) -> Restored:
     where = f"checkpoint {step} of {reader.directory!r}"
-    state = reader.state_of(model)
+    state = named_state(model)
     automatic = automatic_names([model])
-    found = _weights_of(model, state, manifest, automatic, exclude, rename)
-    if found is None:
+    matched = _weights_of(model, state, manifest, automatic, exclude, rename)
+    if matched is None:
         raise ValueError(_one_of_several(reader, step, model, manifest))
-    weights, among = found
+    weights, among = matched
     if strict and not weights.complete:
         raise ValueError(_misfit(reader, step, weights))
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
@@ -186,12 +193,12 @@ def _load(
     if weights.complete and not weights.kept:
         if manifest.arrays.get(OPTIMIZER):
             build_optimizer(model)
-        others = _others(optimizer, reader.state_of(model), manifest, weights, automatic)
+        others = _others(optimizer, named_state(model), manifest, weights, automatic)
     assign_saved(reader, step, [*pairs, *others], before[1])
     has_optimizer = any(saved.key.startswith(OPTIMIZER) for saved, _ in others)
     if has_optimizer:
         follow_compiled(optimizer, *before, manifest.training.get("compiled"))
-        begin_averages(optimizer, {id(variable) for _, variable in others})
+    begin_slots(model, [variable for _, variable in others], before[1])
     loaded = [variable for _, variable in pairs]
     load_beside(
         [model], manifest, lambda wanted: reader.load(step, wanted), loaded, where, rename, among
@@ -219,13 +226,21 @@ def _load(
 def assign_saved(
     reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]], trained: bool
 ) -> None:
-    """Loads arrays in groups. See `assign_in_groups`."""
+    """Loads arrays in groups. See `assign_in_groups`.
+
+    Args:
+        reader: The checkpoints.
+        step: The checkpoint's step.
+        chosen: Saved arrays, with the variables that they are for.
+        trained: Whether the model has trained, so that all is read once before anything changes.
+    """
 
     def size_of(pair: tuple[Saved, Any]) -> int:
-        return math.prod(pair[0].entry.shape) * pair[1].value.dtype.itemsize
+        return math.prod(pair[0].entry.shape) * dtype_of(pair[1]).itemsize
 
     def read(group: list) -> list:
-        return reader.load(step, [(saved, v.value.sharding, v.value.dtype) for saved, v in group])
+        # Not the value's dtype: an initializer may give a narrower one than the variable declares.
+        return reader.load(step, [(saved, v.value.sharding, dtype_of(v)) for saved, v in group])
 
     # The small ones first, which are read together.
     chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
@@ -247,7 +262,7 @@ def _weights_of(
     With the number of the model, if it is one of several.
     """
     here, saved = [entry for entry, _ in state[WEIGHTS]], manifest.entries(WEIGHTS)
-    paths = [entry.path for entry in here]
+    paths, models = [entry.path for entry in here], names_of_models([model])
     check_excluded(exclude, [*paths, *(renamed(entry.path, rename) for entry in saved)])
 
     def matched(start: int, stop: int) -> Matching:
@@ -258,6 +273,7 @@ def _weights_of(
             automatic_there=manifest.automatic,
             exclude=exclude,
             rename=rename,
+            models=models,
         ).moved(0, start)
 
     whole = matched(0, len(saved))
@@ -265,12 +281,12 @@ def _weights_of(
     if len(objects) < 2 or whole.complete:
         return whole, []
     ends = list(itertools.accumulate(count for _, count in objects))
-    found = [matched(end - count, end) for end, (_, count) in zip(ends, objects)]
-    chosen = [number for number, matching in enumerate(found) if matching.complete]
+    matchings = [matched(end - count, end) for end, (_, count) in zip(ends, objects, strict=True)]
+    chosen = [number for number, matching in enumerate(matchings) if matching.complete]
     if model.name not in automatic:
         named = [number for number, (name, _) in enumerate(objects) if name == model.name]
         chosen = named or chosen
-    return (found[chosen[0]], chosen) if len(chosen) == 1 else None
+    return (matchings[chosen[0]], chosen) if len(chosen) == 1 else None
 
 
 def _one_of_several(reader: CheckpointReader, step: int, model: Any, manifest: Manifest) -> str:
@@ -295,55 +311,47 @@ def _others(
     saved = manifest.entries(WEIGHTS)
     sources = [(state[WEIGHTS][i][0], saved[j]) for i, j in weights.pairs.items()]
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
-    slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
-    names = {"automatic": automatic, "automatic_there": manifest.automatic}
-    rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER), **names)
-    metrics = match(here[METRICS], manifest.entries(METRICS), **names)
-    found: list[tuple[Saved, Any]] = []
-    whole = len(slots) == len(here[SLOTS]) and rest.complete
-    saved_by = manifest.written.get("optimizer")
-    has_optimizer = bool(manifest.arrays.get(OPTIMIZER))
-    alike = one_family(saved_by, type(optimizer).__name__)  # whose slots mean the same
-    if here[OPTIMIZER] and (whole or (alike and has_optimizer)):
-        rest_pairs = rest.pairs if whole else _by_last_name(here[OPTIMIZER], manifest)
-        found += _pairs(state, manifest, SLOTS, slots)
-        found += _pairs(state, manifest, OPTIMIZER, rest_pairs)
-        if not whole or len(slots) < len(manifest.entries(SLOTS)):
-            _say_what_is_left(optimizer, saved_by, here, manifest, slots)
-    elif here[OPTIMIZER] and has_optimizer:
-        logger.warning(
-            "the optimizer's state is not loaded: %s saved it, and it does not fit", saved_by
-        )
+    there = manifest.automatic
+    pairs: list[tuple[Saved, Any]] = []
+    if here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
+        kinds = kinds_of_optimizers([optimizer])
+        fits = fitting(here, manifest, kinds, sources, automatic, there)
+        pairs += _pairs(state, manifest, SLOTS, fits.slots)
+        pairs += _pairs(state, manifest, OPTIMIZER, fits.rest.pairs)
+        saved_by = manifest.written.get("optimizer")
+        if not pairs:
+            logger.warning(
+                "the optimizer's state is not loaded: %s saved it, and it does not fit", saved_by
+            )
+        elif not fits.whole or len(fits.slots) < len(manifest.entries(SLOTS)):
+            _say_what_is_left(optimizer, saved_by, here, manifest, fits)
+    metrics = match(
+        here[METRICS], manifest.entries(METRICS), automatic=automatic, automatic_there=there
+    )
     if metrics.complete:
-        found += _pairs(state, manifest, METRICS, metrics.pairs)
-    return found
-
-
-def _by_last_name(here: list, manifest: Manifest) -> dict[int, int]:
-    """Pairs for the count of steps and the learning rate, as far as both have them."""
-    names = {
-        entry.path.rpartition("/")[2]: j for j, entry in enumerate(manifest.entries(OPTIMIZER))
-    }
-    found = {i: names.get(entry.path.rpartition("/")[2]) for i, entry in enumerate(here)}
-    saved = manifest.entries(OPTIMIZER)
-    return {i: j for i, j in found.items() if j is not None and saved[j].shape == here[i].shape}
+        pairs += _pairs(state, manifest, METRICS, metrics.pairs)
+    return pairs
 
 
 def _say_what_is_left(
-    optimizer: Any, saved_by: Any, here: dict, manifest: Manifest, slots: dict[int, int]
+    optimizer: Any, saved_by: Any, here: dict, manifest: Manifest, fits: Fitting
 ) -> None:
-    used = set(slots.values())
-    begin = sorted({entry.slot for i, entry in enumerate(here[SLOTS]) if i not in slots})
+    used = set(fits.slots.values())
+    begin = {entry.slot for i, entry in enumerate(here[SLOTS]) if i not in fits.slots}
     unused = {entry.slot for j, entry in enumerate(manifest.entries(SLOTS)) if j not in used}
+    lacking = {path.rpartition("/")[0].rpartition("/")[2] for path in fits.rest.missing}
     logger.warning(
         "the optimizer differs from the saved one (%s, saved by %s): %d of its %d slots are "
-        "loaded; %s begin anew, and %s of the checkpoint are not used",
+        "loaded; %s begin anew, and %s of the checkpoint are not used%s",
         type(optimizer).__name__,
         saved_by,
-        len(slots),
+        len(fits.slots),
         len(here[SLOTS]),
-        ", ".join(begin) or "none",
+        ", ".join(sorted(begin)) or "none",
         ", ".join(sorted(unused)) or "none",
+        f". The counts and rates of {', '.join(sorted(lacking))} stay as they are"
+        if lacking
+        else "",
     )
 
 

@@ -1,6 +1,5 @@
-"""Shared by all kinds of files: the report of loading, slots of an optimizer, arrays in groups."""
+"""Shared by all kinds of files: the report of loading, arrays in groups."""
 
-import contextlib
 import ctypes
 import functools
 import sys
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, checkpoint_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.training import membership
 
 # A state that fills the memory leaves no space for a second one.
 GROUP_BYTES = 64 * 2**20
@@ -54,21 +52,15 @@ class Restored(Printed):
         return "\n".join(lines)
 
 
-def build_optimizer(model: Any) -> None:
-    """Creates the slots of a model's optimizer, if it has not trained yet, to load saved ones."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or optimizer.built:
-        return
-    member = membership.of_model(model)
-    scope = contextlib.nullcontext() if member is None else member.strategy.scope()
-    with scope:
-        optimizer.build(model.trainable_variables)
-
-
 def grouped(
     items: Iterable[_Item], size_of: Callable[[_Item], int], most: int
 ) -> Iterator[list[_Item]]:
     """Groups of items, each of at most a size, or of one item.
+
+    Args:
+        items: The items.
+        size_of: Returns the size of an item.
+        most: The largest size of a group.
 
     Example:
 

@@ -14,13 +14,22 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist.checkpoint.beside import BESIDE, rows_beside
 from keras_tpu_dist.checkpoint.fingerprint import is_small, small_on_host, start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, check_name
-from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, automatic_names, named_state
+from keras_tpu_dist.checkpoint.names import (
+    WEIGHTS,
+    Entry,
+    automatic_names,
+    dtype_of,
+    named_state,
+)
+from keras_tpu_dist.checkpoint.optimizers import kinds_of_optimizers
 from keras_tpu_dist.checkpoint.packed import pack
 from keras_tpu_dist.common.version import __version__
 
 logger = logging.getLogger("keras_tpu_dist")
 
 EXTRA = "extra"
+# What a callback may save beside a model that is smaller.
+MOST_BYTES_OF_CALLBACK = 2**22
 
 
 def snapshot(
@@ -33,7 +42,11 @@ def snapshot(
     """The arrays of a model's training state on the devices, and their manifest.
 
     Args:
+        model: A built model.
+        training: The state of training; plain data.
+        extra: Further host arrays of the state, by name.
         state_of: A function from the model to its variables with their entries, by kind.
+        objects: What a loop saves, models and others; by default the model alone.
 
     Returns:
         The arrays by key, and a function that returns the manifest. The function waits for the
@@ -41,10 +54,10 @@ def snapshot(
         even if training continues.
     """
     state = state_of(model)
-    rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
+    rows = [(kind, entry, declared(v)) for kind, pairs in state.items() for entry, v in pairs]
     models = [item for item in objects or [model] if isinstance(item, keras.Layer)]
     beside = rows_beside(models)
-    rows += [row for own in beside for row in own]
+    rows += [row for of_model in beside for row in of_model]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
     axes = [_axes(value) for *_, value in rows]
@@ -52,9 +65,11 @@ def snapshot(
     numbers = start_fingerprints(values)
     parts = {part for _, entry, _ in rows for part in entry.path.split("/")}
     automatic = automatic_names(objects or [model]) & parts
-    training, written = copy.deepcopy(dict(training)), _written(model)
+    training, written = copy.deepcopy(dict(training)), _written(model, objects)
     if objects:
-        counted = [[one.name, len(own)] for one, own in zip(models, beside)]
+        counted = [
+            [item.name, len(of_model)] for item, of_model in zip(models, beside, strict=True)
+        ]
         training["objects"] = {**training["objects"], BESIDE: counted}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
@@ -71,12 +86,12 @@ def snapshot(
     arrays |= stored
 
     def manifest() -> Manifest:
-        found: dict[str, list[Saved]] = {kind: [] for kind in counts}
+        by_kind: dict[str, list[Saved]] = {kind: [] for kind in counts}
         finite = True
-        for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers()):
-            found[kind].append(Saved(entry, key, number, axes, places.get(key)))
+        for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers(), strict=True):
+            by_kind[kind].append(Saved(entry, key, number, axes, places.get(key)))
             finite &= is_finite or kind != WEIGHTS
-        arrays = {kind: tuple(rows) for kind, rows in found.items()}
+        arrays = {kind: tuple(rows) for kind, rows in by_kind.items()}
         return Manifest(
             arrays, training, {**written, "finite": finite}, automatic=frozenset(automatic)
         )
@@ -85,10 +100,18 @@ def snapshot(
 
 
 def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...]:
-    """The arrays that callbacks saved, if they need at most the model's memory per callback."""
+    """The arrays that callbacks saved, if they need at most the model's memory per callback.
+
+    One of a small model may need as much as `MOST_BYTES_OF_CALLBACK`.
+
+    Args:
+        manifest: The checkpoint's manifest.
+        model: The model that it was loaded into.
+        callbacks: The number of callbacks.
+    """
     saved = manifest.arrays.get(EXTRA, ())
     numbers = sum(math.prod(array.entry.shape) for array in saved)
-    most = callbacks * sum(math.prod(variable.shape) for variable in model.variables)
+    most = callbacks * most_of_callback(model)
     if numbers <= most:
         return saved
     logger.warning(
@@ -100,6 +123,21 @@ def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...
     return ()
 
 
+def most_of_callback(model: Any) -> int:
+    """How many numbers, or bytes of its own, a callback may save beside a model."""
+    size = sum(math.prod(variable.shape) for variable in model.variables)
+    return max(size, MOST_BYTES_OF_CALLBACK)
+
+
+def declared(variable: Any) -> Any:
+    """The value of a variable, in the dtype that the variable declares.
+
+    An initializer may give another one, which a variable keeps until it is first assigned.
+    """
+    value, dtype = variable.value, dtype_of(variable)
+    return value if value.dtype == dtype else value.astype(dtype)
+
+
 def _axes(value: Any) -> tuple:
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -107,12 +145,14 @@ def _axes(value: Any) -> tuple:
     return tuple(list(part) if isinstance(part, tuple) else part for part in sharding.spec)
 
 
-def _written(model: Any) -> dict[str, Any]:
+def _written(model: Any, objects: Sequence[Any]) -> dict[str, Any]:
+    kinds = kinds_of_optimizers(objects or [getattr(model, "optimizer", None)])
     value = next((v.value for v in model.weights), None)
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     return {
         "model": model.name,
         "optimizer": type(getattr(model, "optimizer", None)).__name__,
+        **({"optimizers": kinds} if len(kinds) > 1 else {}),
         "mesh": {} if mesh is None else dict(mesh.shape),
         "processes": jax.process_count(),
         "keras_tpu_dist": __version__,

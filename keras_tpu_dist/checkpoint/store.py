@@ -35,7 +35,6 @@ from keras_tpu_dist.checkpoint.keeping import (
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, checkpoint_error
 from keras_tpu_dist.checkpoint.reader import (
     ARRAYS,
-    LOOK,
     CheckpointReader,
     checkpoint_errors,
     folder,
@@ -43,6 +42,7 @@ from keras_tpu_dist.checkpoint.reader import (
     orbax,
     reason_of,
     runs_text,
+    where_to_look,
 )
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.processes.channel import agree
@@ -58,6 +58,8 @@ class Store(CheckpointReader):
     """The checkpoints of a directory, to read and write.
 
     Args:
+        directory: The directory, which is created if it is missing.
+        keep: Which checkpoints to keep.
         overwrites: Whether checkpoints of another run are deleted, and not set aside, once this run
             has a complete one.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
@@ -130,6 +132,8 @@ class Store(CheckpointReader):
         Args:
             step: Its number; an older checkpoint with this number is deleted when this one is
                 complete.
+            arrays: The arrays by key.
+            manifest: A function that returns their description; called in the background.
         """
         args = orbax().args
         try:
@@ -152,8 +156,8 @@ class Store(CheckpointReader):
             self._checkpointer.wait_until_finished()
             if self._is_first:
                 self._looked_at.pop(step, None)
-                found = self._known.get(step)  # read back, and only then others are deleted
-                if found is None or not found.whole:
+                saved = self._known.get(step)  # read back, and only then others are deleted
+                if saved is None or not saved.whole:
                     self.manifest(step)  # says what is wrong with it
                 self._delete_others()
 
@@ -184,14 +188,14 @@ class Store(CheckpointReader):
         Returns:
             When the newest checkpoint was written, in seconds since 1970.
         """
-        path, known = self._root / str(step), self._known
+        path, checkpoints = self._root / str(step), self._known
         if is_there(path):
             replace_later(path)
         if is_local(self.directory) and self._barriers is not None:
             trial = path.parent / f"{path.name}{HALF}.trial"
             trial.mkdir()
             trial.rmdir()
-        return max((one.at_s for one in known.values()), default=0.0)
+        return max((checkpoint.at_s for checkpoint in checkpoints.values()), default=0.0)
 
     def _try(self, act: Callable[[], None]) -> None:
         """Does a part of saving. A failure is noted, and the other processes fail as well."""
@@ -207,39 +211,41 @@ class Store(CheckpointReader):
 
     def _agree(self, step: int) -> None:
         """Raises an error in all processes if one has failed, so that they continue together."""
-        own, reason = self._failed, None
+        failed, reason = self._failed, None
         if self._barriers is not None:
             what = f"writing checkpoint {step} of {self.directory}"
-            own_reason = None if own is None else reason_of(own)
-            reason = agree(what, _FIX, own_reason, reduce=first_reason)
-        if own is not None:
+            reason_here = None if failed is None else reason_of(failed)
+            reason = agree(what, _FIX, reason_here, reduce=first_reason)
+        if failed is not None:
             self._failed = None
             with checkpoint_errors(self.directory, "written", step):
-                raise own
+                raise failed
         if reason is not None:
             rule = f"Checkpoint {step} of {self.directory!r} cannot be written."
-            raise checkpoint_error(rule, received=f"{reason}.", fix=LOOK)
+            raise checkpoint_error(rule, received=f"{reason}.", fix=where_to_look(self.directory))
 
     def _delete_others(self) -> None:
         """Deletes what is not to be kept; other runs go, too, as this one has a checkpoint."""
-        known = self._known
-        for step, one in known.items():
-            if not one.whole:
-                log_once(f"checkpoint {step} is ignored. {one.problem}", logging.ERROR)
-        others = of_other_runs(known)
+        checkpoints = self._known
+        for step, checkpoint in checkpoints.items():
+            if not checkpoint.whole:
+                log_once(f"checkpoint {step} is ignored. {checkpoint.problem}", logging.ERROR)
+        others = of_other_runs(checkpoints)
         if self._overwrites:
             for step in reversed(others):
                 remove(self._root / str(step))
         else:
-            self._set_aside(known, others, "they are of another run")
-        own = {step: one for step, one in known.items() if step not in others}
-        stay = staying(own, self._keep)
-        for step in in_order(own):
+            self._set_aside(checkpoints, others, "they are of another run")
+        of_this_run = {
+            step: checkpoint for step, checkpoint in checkpoints.items() if step not in others
+        }
+        stay = staying(of_this_run, self._keep)
+        for step in in_order(of_this_run):
             if step not in stay:
                 remove(self._root / str(step))
         settle(self._root, self._run_of, overwrites=self._overwrites)
 
-    def _set_aside(self, known: Mapping[int, Known], steps: Sequence[int], why: str) -> None:
+    def _set_aside(self, checkpoints: Mapping[int, Known], steps: Sequence[int], why: str) -> None:
         if steps:
             logger.warning(
                 "checkpoints %s of %s are set aside, because %s (%s): in %s, from where nothing "
@@ -247,12 +253,12 @@ class Store(CheckpointReader):
                 list(steps),
                 self.directory,
                 why,
-                runs_text(known, steps),
+                runs_text(checkpoints, steps),
                 self._root / ASIDE,
             )
         # The newest first, so that those that stay are always the beginning of the run.
         for step in reversed(steps):
-            set_aside(self._root / str(step), step, known[step].run)
+            set_aside(self._root / str(step), step, checkpoints[step].run)
 
     def set_later_aside(self, step: int) -> None:
         """Sets aside what is newer than a checkpoint: the run returns to it."""
@@ -260,10 +266,12 @@ class Store(CheckpointReader):
         def in_first() -> None:
             if self._is_first:
                 with checkpoint_errors(self.directory, "written"):
-                    known = self._known
-                    order = in_order(known)
+                    checkpoints = self._known
+                    order = in_order(checkpoints)
                     later = order[order.index(step) + 1 :]
-                    self._set_aside(known, later, f"they are newer than {step}, which is restored")
+                    self._set_aside(
+                        checkpoints, later, f"they are newer than {step}, which is restored"
+                    )
 
         in_all(f"setting aside what is newer than checkpoint {step}", in_first)
 
@@ -281,6 +289,10 @@ class Store(CheckpointReader):
         """Adds metrics to a checkpoint, to choose the best one by.
 
         They come later because validation may end after the checkpoint was written.
+
+        Args:
+            step: Its number.
+            metrics: The numbers.
         """
         self.wait()
         if self._is_first:
@@ -373,7 +385,11 @@ def new_run(fix: str) -> str:
 
 
 def logged(write: Callable[[], None]) -> bool:
-    """Calls a function that writes, and logs a failure as an ERROR."""
+    """Calls a function that writes, and logs a failure as an ERROR.
+
+    Args:
+        write: The function; it raises a `CheckpointError` if it fails.
+    """
     try:
         write()
     except CheckpointError as error:
@@ -383,7 +399,11 @@ def logged(write: Callable[[], None]) -> bool:
 
 
 def finish(write: Callable[[], None]) -> None:
-    """Like `logged`, for the last checkpoint."""
+    """Like `logged`, for the last checkpoint.
+
+    Args:
+        write: The function; it raises a `CheckpointError` if it fails.
+    """
     try:
         write()
     except CheckpointError as error:
@@ -392,8 +412,8 @@ def finish(write: Callable[[], None]) -> None:
 
 def _check_path(directory: str) -> None:
     # Orbax finds the parts of a checkpoint by glob patterns, which would fail with such a path.
-    found = sorted(set("[]*?") & set(directory))
-    if found:
+    letters = sorted(set("[]*?") & set(directory))
+    if letters:
         raise checkpoint_error(
             "The path of a checkpoint directory must not contain [ ] * ?, which Orbax cannot read.",
             received={"directory": directory},

@@ -26,8 +26,13 @@ _MOST = 2**63 - 1
 
 
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether something is a whole number, of Python or NumPy, and not a bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    """Whether something is a whole number, of Python or NumPy, and not a bool.
+
+    Args:
+        value: Anything.
+        least: The smallest allowed value, if there is one.
+    """
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         return False
     try:
         number = operator.index(value)
@@ -38,7 +43,7 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an argument must be: `Annotated[int, whole(1)]` of a parameter, for `known_words`.
+    """What an argument must be: `Annotated[int, whole(1)]` of a parameter, for `checked_arguments`.
 
     Attributes:
         choices: All values, if they are few; the error names the nearest.
@@ -128,14 +133,24 @@ def _declared(annotation: Any) -> tuple[Requirement, bool] | None:
     if len(options) != 1:
         return None  # values of several types
     kind = get_origin(options[0])
-    found = [arg for arg in get_args(options[0]) if isinstance(arg, Requirement)]
+    requirements = [arg for arg in get_args(options[0]) if isinstance(arg, Requirement)]
     if kind is not Annotated:
-        found = [FUNCTION] if kind is Callable else [_OF_TYPES.get(options[0])]
-    return None if not found or found[0] is None else (found[0], options != [annotation])
+        requirements = [FUNCTION] if kind is Callable else [_OF_TYPES.get(options[0])]
+    return (
+        None
+        if not requirements or requirements[0] is None
+        else (requirements[0], options != [annotation])
+    )
 
 
 def checked_path(caller: str, fix: str, **paths: Any) -> str:
-    """A path as text, without `~` and `file://`."""
+    """A path as text, without `~` and `file://`.
+
+    Args:
+        caller: The function or class that got it, for the error.
+        fix: The error's last sentence.
+        paths: The arguments, by name.
+    """
     [(name, value)] = paths.items()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path:
@@ -143,12 +158,15 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
     raise value_error(f"{name} of {caller} is a path.", received={name: value}, fix=fix)
 
 
-def known_words(function: Callable[P, R]) -> Callable[P, R]:
+def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function so that its arguments are checked as their annotations declare.
 
     `bool`, `str` and `Callable` declare themselves; `Annotated[int, whole(1)]` declares more. The
     error for an unknown keyword says what to write: for a TensorFlow keyword the entry of
     `tensorflow_names`, otherwise the nearest of ours.
+
+    Args:
+        function: The function.
     """
     owner = function.__qualname__.removesuffix(".__init__")
     caller = owner.removeprefix("TPUStrategy.")
@@ -159,6 +177,9 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     checks = {name: found for name, found in declared.items() if found is not None}
     takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     most = sys.maxsize if takes_more else len(positional)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in named]
+    needed = [name for name in needed if name in names]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -168,6 +189,9 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
         if len(args) > most:
             raise TypeError(_too_many(owner, args[most:], names))
         given = dict(zip(positional, args, strict=False)) | kwargs
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise TypeError(_missing(owner, missing, [name for name in names if name in given]))
         for name, (what, or_none) in checks.items():
             if name in given:
                 what.check(caller, name, given[name], or_none)
@@ -176,9 +200,13 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def knows_words(kind: type[T]) -> type[T]:
-    """Decorates a class so that its constructor behaves as with `known_words`."""
-    kind.__init__ = known_words(kind.__init__)
+def checked_constructor(kind: type[T]) -> type[T]:
+    """Decorates a class so that its constructor behaves as with `checked_arguments`.
+
+    Args:
+        kind: The class, whose own `__init__` is replaced.
+    """
+    kind.__init__ = checked_arguments(kind.__init__)
     return kind
 
 
@@ -199,6 +227,15 @@ def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
     )
 
 
+def _missing(owner: str, missing: list[str], given: list[str]) -> str:
+    call = ", ".join(f"{name}=..." for name in [*missing, *given])
+    return message(
+        f"{owner} needs {' and '.join(missing)}.",
+        received=f"{', '.join(given) or 'nothing'}.",
+        fix=f"Write {owner}({call}).",
+    )
+
+
 def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
     instead = set(tensorflow_names.arguments_of(owner).values())
     use = f"Use {', '.join(names)}."
@@ -210,7 +247,12 @@ def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
 
 
 def check_model(model: Any, caller: str) -> None:
-    """Raises a `ValueError` if an argument is not a model."""
+    """Raises a `ValueError` if an argument is not a model.
+
+    Args:
+        model: The argument.
+        caller: The function that got it, for the error.
+    """
     if not hasattr(type(model), "trainable_variables"):
         raise value_error(
             f"{caller} needs a model.",

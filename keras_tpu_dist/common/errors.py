@@ -10,6 +10,11 @@ _LONGEST_NAME = 400
 def did_you_mean(name: str, choices: Iterable[object], likeness: float = 0.5) -> str:
     """A sentence that names the nearest valid spelling, or nothing.
 
+    Args:
+        name: The name that the user wrote.
+        choices: The valid names.
+        likeness: How alike the nearest must be, from 0 to 1; see `difflib.get_close_matches`.
+
     Returns:
         `" Did you mean 'data'?"`, with a leading space, or `""` if nothing is near.
     """
@@ -31,8 +36,10 @@ def message(
     """Builds one error message in the form every error of this package has.
 
     Args:
+        rule: The rule that was broken, as a sentence.
         received: The arguments, as a mapping of names to values (rendered `name=value`), or a
             sentence.
+        fix: The correction, as a sentence.
         name: A name that may be mistyped; with `choices`, adds a did-you-mean.
         choices: The valid spellings of `name`.
 

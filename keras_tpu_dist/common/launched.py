@@ -1,12 +1,11 @@
-"""What a launcher and its processes share: environment variables, exit codes, files of reports.
+"""What a launcher and its processes share: environment variables, exit codes, reports of ends.
 
-A process reports its step, and how it ends, in files next to a path that the launcher has named.
-The launcher notes there which processes have ended with exit code 0.
+A process reports how it ends in a file next to a path that the launcher has named. The launcher
+notes there which processes have ended with exit code 0.
 """
 
 import contextlib
 import json
-import logging
 import math
 import os
 import sys
@@ -16,15 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_tpu_dist.common import phases
-
-logger = logging.getLogger("keras_tpu_dist")
-
 # Environment variables that `launch` sets for its processes.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"
 # The launcher's process id: its processes end when it is gone.
 LAUNCHER = "KTD_LAUNCHER"
-# The file for the step and the error of a process, without its ending.
+# The file for the error of a process, without its ending.
 REPORT = "KTD_REPORT"
 # From sysexits.h: a temporary failure in a remote system; an unavailable service.
 EXIT_PEER, EXIT_UNAVAILABLE = 75, 69
@@ -33,37 +28,18 @@ EXIT_TERMINATED = 143
 
 # In the place of an error: the program came to its end.
 END = "end"
-_STEP, _ERROR, _ENDED = ".step", ".error", "ended"
-_WIDTH = 20
+_ERROR, _ENDED = ".error", "ended"
 _MOST_WORDS, _MOST_BYTES = 2000, 64 * 1024
 # The file of this process, without its ending, if a launcher has named one.
 _path = ""
 
 
 def begin_reports() -> None:
-    """Starts to report the step and the error of this process, if a launcher has named a file."""
+    """Reports the error that ends this process, if a launcher has named a file."""
     global _path
-    path = _path = os.environ.pop(REPORT, "")
-    if not path:
+    _path = os.environ.pop(REPORT, "")
+    if not _path:
         return
-    try:
-        file = os.open(path + _STEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        _warn(path, error)
-        return
-    writes = True
-
-    # A write to the page cache, which outlives the process, however it ends.
-    def write(step: int) -> None:
-        nonlocal writes
-        if writes:
-            try:
-                os.pwrite(file, b"%*d" % (_WIDTH, step), 0)
-            except OSError as error:
-                writes = False
-                _warn(path, error)
-
-    phases.on_step(write)
     before = sys.excepthook
 
     def hook(kind, error, trace):
@@ -72,11 +48,6 @@ def begin_reports() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _warn(path: str, error: OSError) -> None:
-    """Logs a warning: a missing report must not end a run."""
-    logger.warning("the launcher cannot see the current step of this process: %s: %s", path, error)
 
 
 def report_end(words: str, *, leaves: bool) -> None:
@@ -121,14 +92,12 @@ class Failure:
     words: str
 
 
-def step_of(path: Path) -> int | None:
-    """The last step that a process reported, or `None`."""
-    text = _text(path, _STEP).strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _WIDTH else None
-
-
 def failure_of(path: Path) -> Failure | None:
-    """The error that a process reported, or `None`."""
+    """The error that a process reported, or `None`.
+
+    Args:
+        path: The file, without its ending.
+    """
     try:
         found = json.loads(_text(path, _ERROR))
     except (ValueError, RecursionError):

@@ -12,6 +12,8 @@ def log_once(text: str, level: int = logging.INFO, about: str = "") -> None:
     """Logs a message, unless it was already logged.
 
     Args:
+        text: The message.
+        level: Its level in `logging`.
         about: Its subject, if one message about it is enough, whatever the text.
     """
     if (about or text) not in _logged:

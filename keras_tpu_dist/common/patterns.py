@@ -10,6 +10,9 @@ from keras_tpu_dist.common.errors import did_you_mean, value_error
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """Patterns as a tuple; a single `str` is one pattern.
 
+    Args:
+        patterns: One or several.
+
     Example:
 
     >>> patterns_of("*/head/*")
@@ -30,6 +33,10 @@ def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
 def matches(path: str, patterns: Iterable[str]) -> bool:
     """Whether one of several patterns matches a path.
 
+    Args:
+        path: A variable's path, or that of a layer.
+        patterns: The patterns.
+
     Example:
 
     >>> matches("mlp/head/kernel", ["*/head/*"])
@@ -39,7 +46,13 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str) -> None:
-    """Raises a `ValueError` with the patterns that match nothing."""
+    """Raises a `ValueError` with the patterns that match nothing.
+
+    Args:
+        patterns: The patterns.
+        names: The paths that they may match, of weights or of layers.
+        rule: The error's first sentence, about what patterns match.
+    """
     names = list(names)
     lost = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
     if lost:

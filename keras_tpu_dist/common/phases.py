@@ -1,6 +1,7 @@
-"""Phases of a process (compiling, saving, ...) and its steps, for those who record time.
+"""What a call of `fit` spends its time on: training, waiting for input, and everything else.
 
-The code that compiles, saves or validates announces it here. Without a recorder, nothing happens.
+The code that compiles, saves or validates announces it here. Without a recorder nothing
+happens.
 """
 
 import contextlib
@@ -8,38 +9,31 @@ import contextvars
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-# The phases. Within a call of `fit` the phase is BUILD until the first epoch begins, TRAIN or
-# REPLAY within an epoch, OTHER between epochs.
-START, BUILD, RESTORE, TRAIN, REPLAY = "start", "build", "restore", "train", "replay"
-INPUT, SAVE, VALIDATE, OTHER = "input", "save", "validate", "other"
+# The phase is TRAIN within an epoch of `fit`, and OTHER before, between and after epochs.
+TRAIN, INPUT, OTHER = "train", "input", "other"
 
 
 class Timeline:
     """Adds up the seconds of every phase of one thread.
 
-    A phase within another counts alone: compiling in a validation is not validation.
-
-    Attributes:
-        training: The phase that training counts as: TRAIN, or REPLAY.
+    A phase within another counts alone: compiling in a step is not training.
     """
 
-    def __init__(self, phase: str, began: float | None = None):
-        self.training = TRAIN
-        self._stack = [phase]
-        self._since = time.perf_counter() if began is None else began
+    def __init__(self):
+        self._stack = [OTHER]
+        self._since = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         # Another thread may read.
         self._lock = threading.Lock()
 
-    @property
-    def phase(self) -> str:
-        """The current phase."""
-        return self._stack[-1]
-
     def enter(self, phase: str) -> None:
-        """Begins a phase within the current one."""
+        """Begins a phase within the current one.
+
+        Args:
+            phase: Its name.
+        """
         with self._lock:
             self._count()
             self._stack.append(phase)
@@ -52,25 +46,26 @@ class Timeline:
                 self._stack.pop()
 
     def turn(self, phase: str) -> None:
-        """Replaces the current phase."""
-        new = self.training if phase == TRAIN else phase
-        if self._stack[-1] != new:
+        """Replaces the current phase.
+
+        Args:
+            phase: Its name.
+        """
+        if self._stack[-1] != phase:
             with self._lock:
                 self._count()
-                self._stack[-1] = new
-
-    def train_as(self, phase: str) -> None:
-        """Sets the phase that training counts as."""
-        self.training = phase
-        if self.phase in (TRAIN, REPLAY):
-            self.turn(TRAIN)
+                self._stack[-1] = phase
 
     def waited(self, seconds: float) -> None:
-        """Counts the last seconds of training as waiting for input."""
+        """Counts the last seconds of training as waiting for input.
+
+        Args:
+            seconds: The number of seconds.
+        """
         with self._lock:
             self._count()
-            if self.phase in (TRAIN, REPLAY):
-                self._seconds[self.phase] -= seconds
+            if self._stack[-1] == TRAIN:
+                self._seconds[TRAIN] -= seconds
                 self._seconds[INPUT] += seconds
 
     def read(self) -> dict[str, float]:
@@ -89,16 +84,23 @@ class Timeline:
 _timelines: contextvars.ContextVar[tuple[Timeline, ...]] = contextvars.ContextVar(
     "timelines", default=()
 )
-step_listeners: list[Callable[[int], None]] = []
 
 
 def count(timeline: Timeline) -> None:
-    """Lets a timeline record the phases of this thread."""
+    """Lets a timeline record the phases of this thread.
+
+    Args:
+        timeline: The timeline.
+    """
     _timelines.set((*_timelines.get(), timeline))
 
 
 def stop(timeline: Timeline) -> None:
-    """Ends the recording of a timeline."""
+    """Ends the recording of a timeline.
+
+    Args:
+        timeline: The timeline.
+    """
     _timelines.set(tuple(one for one in _timelines.get() if one is not timeline))
 
 
@@ -109,7 +111,11 @@ def is_counted() -> bool:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The context of one phase."""
+    """The context of one phase.
+
+    Args:
+        name: Its name.
+    """
     counting = _timelines.get()
     for timeline in counting:
         timeline.enter(name)
@@ -120,33 +126,21 @@ def phase(name: str) -> Iterator[None]:
             timeline.leave()
 
 
-@contextlib.contextmanager
-def fitting() -> Iterator[None]:
-    """The context of a call of `fit`."""
-    turn(OTHER, of=START)
-    with phase(BUILD):
-        yield
+def turn(name: str) -> None:
+    """Replaces the current phase of this thread.
 
-
-def turn(name: str, of: str | None = None) -> None:
-    """Replaces the current phase of this thread."""
+    Args:
+        name: Its name.
+    """
     for timeline in _timelines.get():
-        if of in (None, timeline.phase):
-            timeline.turn(name)
+        timeline.turn(name)
 
 
 def waited_for_input(seconds: float) -> None:
-    """Counts the last seconds of training as waiting for input."""
+    """Counts the last seconds of training as waiting for input.
+
+    Args:
+        seconds: The number of seconds.
+    """
     for timeline in _timelines.get():
         timeline.waited(seconds)
-
-
-def on_step(listener: Callable[[int], None]) -> None:
-    """Sets a function that is called after every launch of a fit, and before its first."""
-    step_listeners.append(listener)
-
-
-def at_step(step: int) -> None:
-    """Announces the current step."""
-    for listener in step_listeners:
-        listener(step)

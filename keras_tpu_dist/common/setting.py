@@ -10,7 +10,12 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """A context in which a context variable has a value, in this thread only."""
+    """A context in which a context variable has a value, in this thread only.
+
+    Args:
+        variable: The variable.
+        value: Its value within.
+    """
     token = variable.set(value)
     try:
         yield value

@@ -13,6 +13,10 @@ def bytes_of(array: Any) -> int:
 
 
 def bytes_per_device(array: Any) -> int:
-    """The bytes of the part of an array that one device holds; of all of it without a sharding."""
+    """The bytes of the part of an array that one device holds; of all of it without a sharding.
+
+    Args:
+        array: Its shape, dtype and, if it is split, its sharding.
+    """
     shape = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
     return math.prod(shape) * np.dtype(array.dtype).itemsize

@@ -29,7 +29,12 @@ def answers() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 
 def of_attribute(owner: str, name: str) -> str | None:
-    """What to write instead of a TensorFlow attribute, or `None` if it is not one."""
+    """What to write instead of a TensorFlow attribute, or `None` if it is not one.
+
+    Args:
+        owner: The class, or the name in TensorFlow that has the attribute.
+        name: The attribute.
+    """
     return answers()["attributes"].get(owner, {}).get(name)
 
 
@@ -39,12 +44,21 @@ def arguments_of(function: str) -> Mapping[str, str]:
 
 
 def of_argument(function: str, name: str) -> str | None:
-    """What to write instead of a TensorFlow argument, or `None` if it is not one."""
+    """What to write instead of a TensorFlow argument, or `None` if it is not one.
+
+    Args:
+        function: The callable, as Python writes its name.
+        name: The argument.
+    """
     return arguments_of(function).get(name)
 
 
 def of_value(value: Any) -> str | None:
-    """What to write instead of a TensorFlow object, or `None` if it is not one."""
+    """What to write instead of a TensorFlow object, or `None` if it is not one.
+
+    Args:
+        value: Anything.
+    """
     kind = type(value)
     if kind.__module__.partition(".")[0] != "tensorflow":
         return None
@@ -57,7 +71,12 @@ def of_value(value: Any) -> str | None:
 
 
 def sentence_of(attribute: str, instead: str) -> str:
-    """The error about a TensorFlow attribute."""
+    """The error about a TensorFlow attribute.
+
+    Args:
+        attribute: The attribute and its owner, as the user wrote it.
+        instead: What to write.
+    """
     name = attribute.rpartition(".")[2]
     return message(
         f"{name} is TensorFlow's, and there is none here.", received=f"{attribute}.", fix=instead
@@ -79,7 +98,12 @@ class TensorFlowNames:
 
 
 class Absent:
-    """A TensorFlow name with parts; using a part raises the error for that part."""
+    """A TensorFlow name with parts; using a part raises the error for that part.
+
+    Args:
+        name: The name, with its owner.
+        instead: What to write.
+    """
 
     def __init__(self, name: str, instead: str):
         self._name = name
@@ -110,6 +134,10 @@ class Absent:
 
 def absent(name: str, instead: str) -> Absent:
     """An object for a TensorFlow name that has parts or arguments with entries of their own.
+
+    Args:
+        name: The name, with its owner.
+        instead: What to write.
 
     Raises:
         AttributeError: If it has neither.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count, known_words, knows_words
+from keras_tpu_dist.common.checks import checked_arguments, checked_constructor, is_count
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
@@ -18,7 +18,7 @@ _SHAPES_NAMED = 12
 _REPLICAS_SHOWN = 16
 
 
-@knows_words
+@checked_constructor
 @dataclass(frozen=True, repr=False)
 class DeviceAssignment(Printed, TensorFlowNames):
     """Maps the logical devices of every replica to the devices of a slice.
@@ -64,7 +64,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
             )
 
     @classmethod
-    @known_words
+    @checked_arguments
     def build(
         cls,
         topology: Topology | str | Sequence[Any] | None = None,
@@ -201,7 +201,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
         self._check(replica, logical_core)
         return tuple(map(int, self.core_assignment[replica, logical_core]))
 
-    @known_words
+    @checked_arguments
     def tpu_device(self, replica: int = 0, logical_core: int = 0) -> Any:
         """The JAX device of a logical device. See `coordinates`."""
         self._check(replica, logical_core)
@@ -273,7 +273,7 @@ def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int
         chips = (*entries[:dims], 1, 1)[:3]
         cores = entries[dims:] or (per_chip,)
     block = (chips[0], chips[1], chips[2], cores[0])
-    if any(side % part for side, part in zip(_sides(topology), block)):
+    if any(side % part for side, part in zip(_sides(topology), block, strict=True)):
         near = _tiling(topology, math.prod(block))
         raise value_error(
             "Blocks must tile the slice: each side of it must be a multiple of the block's.",
@@ -341,7 +341,11 @@ def _is_list(given: Any) -> bool:
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, ascending; `(1,)` for 1: 12 has `(2, 2, 3)`."""
+    """The prime factors of a number, ascending; `(1,)` for 1: 12 has `(2, 2, 3)`.
+
+    Args:
+        number: A positive integer.
+    """
     factors, divisor = [], 2
     while number > 1:
         while number % divisor == 0:

@@ -13,14 +13,17 @@ class Chip:
     Args:
         name: Google's short name, as in `"v5e"`.
         device_kind: The `jax.Device.device_kind` of its devices.
+        aliases: Other spellings in use.
         dims: Dimensions of the torus, 2 or 3.
         cores: TensorCores per chip.
         devices: JAX devices per chip: 1 if the cores act as one ("megacore"), else `cores`.
         counts: What the number in `"v4-8"` counts: `"cores"` or `"chips"`.
         shapes: The shapes on offer below the size from which on all sides are multiples of four.
+        pod: Chips of the largest slice.
         chips_per_host: Chips per host, in a slice of several hosts.
         one_host_chips: Chips of the largest slice with a single host.
         device_hbm_bytes: Memory of one JAX device that the compiler may use.
+        vmem_bytes: On-chip memory of one TensorCore.
         hbm_bandwidth: Bytes per second.
         flops: Peak operations per second by dtype, as pairs.
         clock: TensorCore clock in hertz, which turns the compiler's cycles into seconds.
@@ -227,7 +230,11 @@ WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """The generation with this device kind, or `None`."""
+    """The generation with this device kind, or `None`.
+
+    Args:
+        device_kind: A `jax.Device.device_kind`, such as `"TPU v5 lite"`.
+    """
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 
@@ -237,6 +244,7 @@ def simulated_chip(platform: str, device_kind: str, per_host: int) -> Chip:
     Args:
         platform: `"cpu"` or `"gpu"`.
         device_kind: The `jax.Device.device_kind`.
+        per_host: Devices of one process.
 
     Returns:
         A `Chip` whose memory and rates are 0: unknown.

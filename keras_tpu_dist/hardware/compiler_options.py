@@ -69,6 +69,7 @@ def uses_rings(devices: int, split: bool = True) -> bool:
     """Whether `"auto"` leaves matrix products on a TPU to be cut into rings.
 
     Args:
+        devices: The number of devices of the mesh.
         split: Whether weights or slots may be split over them.
     """
     return devices <= _MOST_IN_RINGS or not split
@@ -78,6 +79,12 @@ def options_for(
     options: Any, device: Any, devices: int, split: bool = True
 ) -> dict[str, Any] | None:
     """What to give `jax.jit` as `compiler_options`.
+
+    Args:
+        options: As `checked_compiler_options` gives them.
+        device: A device of the mesh, attached or described.
+        devices: The number of devices of the mesh.
+        split: Whether weights or slots may be split over them.
 
     Returns:
         The options given, and with them those chosen for this generation of chips; `None` for the
@@ -99,6 +106,9 @@ def chosen_names(options: Any, device: Any, devices: int, split: bool = True) ->
 
     Args:
         options: As `checked_compiler_options` gives them.
+        device: A device of the mesh, attached or described.
+        devices: The number of devices of the mesh.
+        split: Whether weights or slots may be split over them.
     """
     chosen = _chosen_for(options, device, devices, split)
     return tuple(name for name in chosen if name not in _given(options))
@@ -122,6 +132,11 @@ def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | N
 
     What was chosen and is refused is left out, with one WARNING for each option. It takes one
     compilation of a small program, some 0.3 s, in the process and on TPUs only.
+
+    Args:
+        options: As `checked_compiler_options` gives them.
+        mesh: A mesh of attached devices.
+        split: Whether weights or slots may be split over them.
 
     Returns:
         The options, or `None` for the compiler's own defaults.
@@ -149,6 +164,7 @@ def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
 
     Args:
         refused: From names of options to what the compiler says of each.
+        where: The kind of the devices, or the name of a slice.
     """
     for name, why in refused.items():
         if name == DISABLED_PASSES:

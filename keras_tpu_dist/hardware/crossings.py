@@ -11,6 +11,9 @@ HOST, HOSTS, SLICES = "within a host", "across hosts (ICI)", "across slices (DCN
 def crossings(mesh: Mesh) -> dict[str, str]:
     """Whether the axes of a mesh cross hosts or slices.
 
+    Args:
+        mesh: The mesh.
+
     Returns:
         For every axis with more than one device: `HOST`, `HOSTS` or `SLICES`; for a mesh within one
         host, nothing.
@@ -28,12 +31,20 @@ def crossings(mesh: Mesh) -> dict[str, str]:
 
 
 def crossings_text(mesh: Mesh) -> str:
-    """The crossings of a mesh's axes in one line; empty for a mesh within one host."""
+    """The crossings of a mesh's axes in one line; empty for a mesh within one host.
+
+    Args:
+        mesh: The mesh.
+    """
     return ", ".join(f"{axis} {where}" for axis, where in crossings(mesh).items())
 
 
 def num_hosts(mesh: Mesh) -> int:
-    """The number of processes that the devices of a mesh belong to."""
+    """The number of processes that the devices of a mesh belong to.
+
+    Args:
+        mesh: The mesh.
+    """
     return len({device.process_index for device in mesh.devices.flat})
 
 

@@ -11,7 +11,11 @@ _THREADS_PER_DEVICE = 4
 
 
 def simulated_environment(num_devices: int) -> dict[str, str]:
-    """The environment variables that make JAX see virtual CPU devices."""
+    """The environment variables that make JAX see virtual CPU devices.
+
+    Args:
+        num_devices: Number of virtual devices, at least 1.
+    """
     flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
     threads = max(_THREADS_PER_DEVICE * num_devices, int(os.environ.get("PJRT_NPROC") or 0))
     return {

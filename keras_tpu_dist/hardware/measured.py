@@ -3,29 +3,26 @@
 import math
 from dataclasses import dataclass
 
-from keras_tpu_dist.hardware.calibration import Calibration
-
-# Chip, mode, what bounds the step, effort, and the ratio, with libtpu 0.0.41. They are printed by
-# `python benchmarks/published.py --ratios`; tests/dryrun/test_measured.py compares them.
-RATIOS: tuple[tuple[str, str, str, str, float], ...] = (
-    ("v5e", "train", "compute", "exact", 1.057),
-    ("v5e", "train", "compute", "exact", 0.973),
-    ("v5e", "train", "compute", "exact", 1.06),
-    ("v5e", "train", "compute", "exact", 1.017),
-    ("v4", "train", "compute", "exact", 1.135),
-    ("v4", "train", "compute", "exact", 1.145),
-    ("v6e", "train", "compute", "exact", 0.911),
-    ("v6e", "train", "compute", "exact", 1.088),
-    ("v6e", "train", "compute", "exact", 0.79),
-    ("tpu7x", "train", "compute", "exact", 0.94),
-    ("tpu7x", "train", "links", "exact", 1.675),
-    ("v5e", "train", "compute", "exact", 1.032),
-    ("v5e", "train", "compute", "exact", 1.022),
-    ("v5e", "train", "compute", "quick", 0.337),
-    ("v3", "train", "HBM", "quick", 0.638),
-    ("v6e", "generate", "HBM", "quick", 1.11),
-    ("v6e", "generate", "HBM", "quick", 1.094),
-    ("v5e", "train", "compute", "quick", 0.374),
+# Chip, mode, what bounds the step, effort, the ratio, and the model's parameters, with libtpu
+# 0.0.41. They are printed by `python benchmarks/published.py --ratios`;
+# tests/dryrun/test_measured.py compares them.
+RATIOS: tuple[tuple[str, str, str, str, float, int], ...] = (
+    ("v5e", "train", "compute", "exact", 1.057, 15831666688),
+    ("v5e", "train", "compute", "exact", 0.973, 31663333376),
+    ("v5e", "train", "compute", "exact", 1.06, 62802370560),
+    ("v4", "train", "compute", "exact", 1.135, 22137083904),
+    ("v4", "train", "compute", "exact", 1.145, 52326838272),
+    ("v6e", "train", "compute", "exact", 0.911, 8030261248),
+    ("v6e", "train", "compute", "exact", 1.088, 8030261248),
+    ("v6e", "train", "compute", "exact", 0.79, 68976648192),
+    ("tpu7x", "train", "compute", "exact", 0.94, 70553706496),
+    ("tpu7x", "train", "links", "exact", 1.675, 8030261248),
+    ("v5e", "train", "compute", "exact", 1.032, 15831666688),
+    ("v5e", "train", "compute", "quick", 0.337, 15831666688),
+    ("v3", "train", "HBM", "quick", 0.638, 25610152),
+    ("v6e", "generate", "HBM", "quick", 1.11, 5523972096),
+    ("v6e", "generate", "HBM", "quick", 1.094, 5523972096),
+    ("v5e", "train", "compute", "quick", 0.374, 15831666688),
 )
 
 
@@ -36,12 +33,14 @@ class PublishedRatios:
     Attributes:
         ratios: Measured times over `run.estimate.step`, ascending.
         chip: The chip, or `""` if none of them ran on this one, and others did.
+        models: The number of different models among them.
     """
 
     ratios: tuple[float, ...]
     effort: str
     chip: str
     kind: str
+    models: int
 
     @property
     def low(self) -> float:
@@ -69,21 +68,12 @@ class PublishedRatios:
         return [math.exp(log - other) - 1 for log, other in zip(logs, others, strict=True)]
 
     @property
-    def calibration(self) -> Calibration | None:
-        """The same as a `Calibration`, if the ratios are of the chip."""
-        if not self.chip:
-            return None
-        span = (self.low, self.high)
-        exact, quick = (span, None) if self.effort == "exact" else (None, span)
-        source = f"{self.programs} ({self.kind})"
-        return Calibration(self.chip, quick=quick, exact=exact, source=source)
-
-    @property
     def programs(self) -> str:
         """What was measured, in words."""
         many = "program" if len(self.ratios) == 1 else "programs"
         where = f"on {self.chip}" if self.chip else "on other chips"
-        return f"{len(self.ratios)} published {many} like this, {where}"
+        alike = " of one model" if self.models == 1 < len(self.ratios) else ""
+        return f"{len(self.ratios)} published {many} like this{alike}, {where}"
 
     @property
     def span(self) -> str:
@@ -105,4 +95,5 @@ def spread_of(chip: str, mode: str, bound: str, effort: str) -> PublishedRatios 
     here = [row for row in alike if row[0] == chip]
     ratios = tuple(sorted(row[4] for row in here or alike))
     kind = f"{mode}, bound by {bound}"
-    return PublishedRatios(ratios, effort, chip if here else "", kind) if ratios else None
+    models = len({row[5] for row in here or alike})
+    return PublishedRatios(ratios, effort, chip if here else "", kind, models) if ratios else None

@@ -109,6 +109,9 @@ def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> jax.sharding.Mesh:
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
     """The axes of a mesh that split the batch by default.
 
+    Args:
+        axis_names: The mesh's axes.
+
     Returns:
         The axes whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
     """
@@ -119,6 +122,7 @@ def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | No
     """The axis of a mesh that splits activations along time, or `None`.
 
     Args:
+        mesh: The mesh.
         data_axes: The axes of the mesh that split the batch. If `"sequence"` is one of them, it
             splits rows instead of time.
     """
@@ -127,13 +131,21 @@ def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | No
 
 
 def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which devices have different rows or times, so that they can share a state."""
+    """The axes over which devices have different rows or times, so that they can share a state.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The axes of the mesh that split the batch.
+    """
     time = sequence_axis(mesh, data_axes)
     return tuple(data_axes) if time is None else (*data_axes, time)
 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:
     """The warning if no axis splits the batch, unless you chose that.
+
+    Args:
+        axis_names: The mesh's axes.
 
     Returns:
         The warning, with a hint if just one name looks like a misspelt data axis.
@@ -148,7 +160,12 @@ def replicated_batch(axis_names: Sequence[str]) -> str:
 
 
 def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The axes that split the batch; warns if by default no axis does."""
+    """The axes that split the batch; warns if by default no axis does.
+
+    Args:
+        data_axes: As for `checked_data_axes`.
+        mesh: The mesh.
+    """
     names = tuple(mesh.axis_names)
     split = checked_data_axes(data_axes, names)
     if data_axes is None and not state_axes(mesh, split) and mesh.size > 1:
@@ -162,6 +179,7 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     Args:
         data_axes: One axis name, a sequence of them, an empty sequence (replicate the batch), or
             `None` for the default.
+        axis_names: The mesh's axes.
 
     Returns:
         A tuple of axis names, in the order given.

@@ -12,6 +12,8 @@ def refused_options(
     """Tries options on a program with one all-reduce, and optional ones one by one.
 
     Args:
+        wanted: The options.
+        optional: The names of options that can be left out.
         devices: The devices to compile for; nothing runs.
 
     Returns:
@@ -43,7 +45,11 @@ def refused_options(
 
 
 def first_line(words: str) -> str:
-    """A compiler's message on one line, its beginning only."""
+    """A compiler's message on one line, its beginning only.
+
+    Args:
+        words: The message.
+    """
     line = " ".join(words.split())
     return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + " ..."
 

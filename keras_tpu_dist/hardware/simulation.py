@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_tpu_dist._keras import jax_backend_started
-from keras_tpu_dist.common.checks import PositiveInt, known_words
+from keras_tpu_dist.common.checks import PositiveInt, checked_arguments
 from keras_tpu_dist.common.errors import runtime_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.environment import DEVICE_COUNT_FLAG, simulated_environment
@@ -15,7 +15,7 @@ from keras_tpu_dist.hardware.libtpu import chip_files
 logger = logging.getLogger("keras_tpu_dist")
 
 
-@known_words
+@checked_arguments
 def simulate(num_devices: PositiveInt = 8) -> None:
     """Makes the CPU appear to JAX as `num_devices` devices.
 
@@ -66,7 +66,11 @@ def simulate(num_devices: PositiveInt = 8) -> None:
 
 
 def warn_without_tpu(devices: Sequence[Any]) -> None:
-    """Warns once if a strategy found a CPU instead of a TPU, unless you chose the CPU."""
+    """Warns once if a strategy found a CPU instead of a TPU, unless you chose the CPU.
+
+    Args:
+        devices: The devices of the strategy's mesh.
+    """
     # `simulate` sets this flag, or a user who splits the CPU without it.
     asked = DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if asked or any(device.platform != "cpu" for device in devices):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count, known_words, knows_words
+from keras_tpu_dist.common.checks import checked_arguments, checked_constructor, is_count
 from keras_tpu_dist.common.errors import did_you_mean, message, value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
@@ -38,6 +38,9 @@ def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
 def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
     """One shape per number of chips: the most cubic one, sides ascending.
 
+    Args:
+        chip: The TPU generation.
+
     Returns:
         The shapes, smallest first, of the numbers of chips that are powers of two.
     """
@@ -50,7 +53,13 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
 
 
 def checked_slices(slices: Any, chip: Chip, name: object) -> int:
-    """Checks a number of slices for a chip."""
+    """Checks a number of slices for a chip.
+
+    Args:
+        slices: The number.
+        chip: The TPU generation.
+        name: The slice's name as given.
+    """
     counted = is_count(slices, 1) and slices <= _MOST_SLICES
     if not counted or (slices > 1 and not chip.dcn_bandwidth):
         raise value_error(
@@ -70,7 +79,7 @@ _NAME = re.compile(
 _LONGEST_NAME = 100
 
 
-@knows_words
+@checked_constructor
 @dataclass(frozen=True, repr=False)
 class Topology(Printed, TensorFlowNames):
     """A TPU slice, or several slices of one kind joined by the data-centre network.
@@ -298,7 +307,7 @@ class Topology(Printed, TensorFlowNames):
         """Bytes per second that one JAX device can send to other slices."""
         return self.chip.dcn_bandwidth / self.chip.devices
 
-    @known_words
+    @checked_arguments
     def peak_flops(self, dtype: str = "bfloat16") -> float:
         """Peak operations per second of one JAX device.
 
@@ -410,6 +419,9 @@ def devices(name: str | Topology) -> list[CompileOnlyDevice]:
 def of_devices(mesh_devices: object) -> Topology | None:
     """The slice that devices belong to, if they are a whole slice of known TPU devices.
 
+    Args:
+        mesh_devices: An iterable or array of JAX devices or `CompileOnlyDevice`.
+
     Returns:
         The `Topology`, or `None` if the devices are not TPUs or only part of a slice.
     """
@@ -447,7 +459,9 @@ def _describe(topology: Topology) -> Iterator[CompileOnlyDevice]:
     hosts_per_slice = topology.num_hosts // topology.num_slices
     # libtpu puts the 2x2 chips of a plane on one host, hosts in torus order.
     block = topology.shape[:2] if hosts_per_slice == 1 else _HOST_BLOCKS[topology.chips_per_host]
-    hosts_x, hosts_y = (max(1, side // of) for side, of in zip(topology.shape, block))
+    hosts_x, hosts_y = (
+        max(1, side // of) for side, of in zip(topology.shape[:2], block, strict=True)
+    )
     for slice_index in range(topology.num_slices):
         # joined slices number their devices from 100000, 200000, ..., as libtpu does
         first_id = 100_000 * (slice_index + 1) if topology.num_slices > 1 else 0
@@ -474,7 +488,7 @@ def _checked_host(chips: Any, shape: tuple[int, ...], name: object) -> int | Non
     if chips is None or (is_count(chips, 1) and chips == whole):
         return chips
     block = _HOST_BLOCKS.get(chips) if is_count(chips, 1) else None
-    if block is None or any(side % of for side, of in zip(shape, block)):
+    if block is None or any(side % of for side, of in zip(shape[:2], block, strict=True)):
         fitting = sorted({1, 4 if all(side % 2 == 0 for side in shape[:2]) else 1, whole})
         raise value_error(
             "A host of a slice has 1 or 4 chips, unless the slice has only one host.",

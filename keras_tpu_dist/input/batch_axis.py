@@ -16,7 +16,11 @@ _without_sparse_arrays: set[Any] = set()
 
 
 def checked_batch_axis(batch_axis: Any) -> Any:
-    """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts."""
+    """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts.
+
+    Args:
+        batch_axis: The structure, as `TPUStrategy` takes it.
+    """
     if isinstance(batch_axis, Mapping):
         return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
     if isinstance(batch_axis, (tuple, list)):
@@ -35,19 +39,27 @@ def _is_leaf(node) -> bool:
 
 
 def flatten(batch: Any) -> tuple[list, Any]:
-    """A batch's arrays and its structure; a sparse array is a single leaf."""
+    """A batch's arrays and its structure; a sparse array is a single leaf.
+
+    Args:
+        batch: A structure (tuple, list, dict, `None`) of arrays.
+    """
     leaves, structure = jax.tree.flatten(batch)
     if structure in _without_sparse_arrays:
         return leaves, structure
     # A function in Python would be called for every node: too slow for every step.
-    found = jax.tree.flatten(batch, is_leaf=_is_leaf)
-    if found[1] == structure:
+    flattened = jax.tree.flatten(batch, is_leaf=_is_leaf)
+    if flattened[1] == structure:
         _without_sparse_arrays.add(structure)
-    return found
+    return flattened
 
 
 def element_names(batch: Any) -> list[str]:
-    """Names of a batch's arrays for errors: `x['image']`, `y`, `sample_weight`."""
+    """Names of a batch's arrays for errors: `x['image']`, `y`, `sample_weight`.
+
+    Args:
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
+    """
     parts = [("x", batch)]
     if isinstance(batch, (tuple, list)):
         parts = [
@@ -68,6 +80,7 @@ def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:
         batch_axis: The result of `checked_batch_axis`: an entry for all arrays, or a structure of
             entries; arrays missing in a dict or the tuple `(x, y, sample_weight)` have batch axis
             0.
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
     """
     top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
     if isinstance(batch_axis, Mapping):

@@ -74,9 +74,20 @@ class PlacedBatch:
         return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
     @property
+    def rows(self) -> list[int]:
+        """The true rows of each array that is split."""
+        pairs = zip(jax.tree.leaves(self.data), self.slots, strict=True)
+        return [s.rows or leaf.shape[s.axis] for leaf, s in pairs if s.axis is not None]
+
+    @property
     def ragged(self) -> bool:
         """Whether an array was padded."""
         return any(slot.rows is not None for slot in self.slots)
+
+
+def kind_of(state: Any, batch: PlacedBatch, *others: Any) -> Hashable:
+    """The key of a step's program; shapes of other arguments than its batch never change."""
+    return batch.kind
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,7 @@ class BatchPlacer:
     row is added, no sample weight is changed, and losses and metrics keep their meaning.
 
     Args:
+        mesh: The mesh.
         data_axes: The mesh axes that split the batch; may be empty (replicate).
         batch_axis: The batch dimension: an integer for all arrays, `None` for arrays without a
             batch (replicated), or a structure of those that is a prefix of the batch
@@ -162,6 +174,9 @@ class BatchPlacer:
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded if its rows are not divisible.
 
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
+
         Raises:
             ValueError: If an array has no rows, does not have the declared batch axis or is not
                 numeric, or if the arrays differ in their number of rows.
@@ -203,6 +218,9 @@ class BatchPlacer:
     def place_many(self, batches: list) -> PlacedBatch | None:
         """Transfers several batches of one shape at once, for a launch of several steps.
 
+        Args:
+            batches: Host batches.
+
         Returns:
             The batches stacked along a new first dimension, with the slots of one of them; or
             `None` if they differ in structure or shape, or cannot be stacked.
@@ -234,6 +252,9 @@ class BatchPlacer:
         `keras_tpu_dist.programs.partitioner`). On such a mesh, or if rows are not divisible,
         arrays are replicated.
 
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
+
         Returns:
             The batch on the devices, not padded.
 
@@ -257,17 +278,22 @@ class BatchPlacer:
         slots = tuple(Slot(slot.axis) for slot in plan.slots)
         return PlacedBatch(jax.tree.unflatten(treedef, put(leaves, shardings)), slots)
 
-    def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
+    def process_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
         """The outputs of `predict` for this process's rows: here all of them.
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
+            batch: The input batch.
             stacked: Whether these are several batches, stacked along a first dimension.
         """
         return outputs
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a host batch on one device."""
+        """The bytes of a host batch on one device.
+
+        Args:
+            batch: A structure of arrays.
+        """
         return sum(getattr(leaf, "nbytes", 0) for leaf in flatten(batch)[0]) / self.num_shards
 
     def axes(self, batch: Any) -> list[int | None]:
@@ -283,6 +309,9 @@ class BatchPlacer:
 
     def describe(self, batch: Any) -> PlacedBatch:
         """The result of `place` for a batch of shapes, as `jax.ShapeDtypeStruct`, without any data.
+
+        Args:
+            batch: A structure of `jax.ShapeDtypeStruct`.
 
         Returns:
             The batch with padded shapes and shardings.
@@ -310,6 +339,9 @@ class BatchPlacer:
 
     def checked(self, batch: Any) -> Any:
         """A host batch as arrays, after all checks of `place`.
+
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
 
         Raises:
             ValueError: If `place` raises it.
@@ -351,6 +383,10 @@ class BatchPlacer:
         """The dimension of an array that the sequence axis splits, or `None`.
 
         Sequences are `(batch, time, features)`, tokens and masks `(batch, time)`.
+
+        Args:
+            leaf: The array.
+            axis: Its batch dimension.
         """
         if self.sequence_axis is None or axis not in (0, 1) or isinstance(leaf, JAXSparse):
             return None
@@ -360,7 +396,12 @@ class BatchPlacer:
         return None if leaf.shape[1 - axis] % self.mesh.shape[self.sequence_axis] else 1 - axis
 
     def log_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
-        """Warns once if the sequence axis splits no array of a batch."""
+        """Warns once if the sequence axis splits no array of a batch.
+
+        Args:
+            batch: The batch.
+            slots: The layouts of its arrays.
+        """
         if self.sequence_axis is None or any(slot.time is not None for slot in slots):
             return
         ways = self.mesh.shape[self.sequence_axis]
@@ -377,14 +418,15 @@ class BatchPlacer:
         """The shardings of a placed batch's arrays, in the structure of the batch.
 
         Args:
+            batch: The batch.
             stacked: Whether these are several batches, stacked along a first dimension.
         """
-        found = []
+        shardings = []
         for leaf, slot in zip(flatten(batch.data)[0], batch.slots, strict=True):
             dimensions = (slot.axis, slot.time)
             axis, time = (d if d is None or not stacked else d + 1 for d in dimensions)
-            found.extend([self.sharding(axis, time)] * len(jax.tree.leaves(leaf)))
-        return jax.tree.unflatten(jax.tree.structure(batch), found)
+            shardings.extend([self.sharding(axis, time)] * len(jax.tree.leaves(leaf)))
+        return jax.tree.unflatten(jax.tree.structure(batch), shardings)
 
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:

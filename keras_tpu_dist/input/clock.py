@@ -66,6 +66,9 @@ class InputClock:
     a launch ends, a thread waits for it. It does so only in epochs whose reading takes long enough
     to matter.
 
+    Args:
+        on_finish: Called with the result of every epoch.
+
     Attributes:
         at_end: Whether the next launch is the last of an epoch; set by the code that hands out its
             batch.
@@ -86,7 +89,12 @@ class InputClock:
             self._watcher = None
 
     def was_read(self, start: float, end: float) -> None:
-        """Notes that a batch was read."""
+        """Notes that a batch was read.
+
+        Args:
+            start: When reading it began, in seconds of `time.perf_counter()`.
+            end: When reading it ended, on the same clock.
+        """
         if self._started is None:
             self._started = start
         self._reading += end - start
@@ -105,7 +113,12 @@ class InputClock:
         waited_for_input(seconds)
 
     def launched(self, outputs: Any, last: bool = False) -> None:
-        """Notes a launch, by its outputs."""
+        """Notes a launch, by its outputs.
+
+        Args:
+            outputs: The outputs of the launch; when the first array is ready, the launch has ended.
+            last: Whether training stops after it, even in the middle of an epoch.
+        """
         self._launched = True
         if self._watcher is not None:
             self._watcher.watch(next(iter(jax.tree.leaves(outputs)), None))
@@ -166,6 +179,10 @@ class TimedInput:
 
     A thread reads batches on request, one at a time. If the input hangs, the thread cannot be
     ended, but it can be abandoned.
+
+    Args:
+        batches: The iterator.
+        timeout_s: The most seconds that one batch may take.
     """
 
     def __init__(self, batches: Iterator, timeout_s: float):

@@ -16,12 +16,20 @@ ARRAYS = (np.ndarray, jax.Array, JAXSparse)
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of a batch as a NumPy or JAX array, dense or sparse."""
+    """A leaf of a batch as a NumPy or JAX array, dense or sparse.
+
+    Args:
+        leaf: The leaf.
+    """
     return leaf if isinstance(leaf, ARRAYS) else np.asarray(leaf)
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch, for sources that write the next batch into the same arrays."""
+    """A copy of a batch, for sources that write the next batch into the same arrays.
+
+    Args:
+        batch: A structure of arrays.
+    """
     leaves, treedef = flatten(batch)
     copies = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     return jax.tree.unflatten(treedef, copies)
@@ -44,7 +52,14 @@ class Copies:
 
 
 def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
-    """The number of rows of an array of a batch."""
+    """The number of rows of an array of a batch.
+
+    Args:
+        name: Its name for errors.
+        axis: Its batch dimension.
+        leaf: The array.
+        empty: Whether it may have no rows.
+    """
     check_numbers(name, leaf)
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
     if axis >= leaf.ndim:
@@ -63,7 +78,12 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
 
 
 def check_numbers(name: str, leaf: Any) -> None:
-    """Raises a `ValueError` if an array of a batch has text, or rows of different lengths."""
+    """Raises a `ValueError` if an array of a batch has text, or rows of different lengths.
+
+    Args:
+        name: Its name for errors.
+        leaf: The array, as NumPy converted it.
+    """
     if np.dtype(leaf.dtype).kind not in "OSU":
         return
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
@@ -89,7 +109,14 @@ def check_numbers(name: str, leaf: Any) -> None:
 
 
 def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> None:
-    """Raises if two arrays of a batch have different numbers of rows."""
+    """Raises if two arrays of a batch have different numbers of rows.
+
+    Args:
+        first: The name of one of them, and its rows.
+        name: The name of the other.
+        rows: The rows of the other.
+        leaf: The other array.
+    """
     if rows == first[1]:
         return
     raise value_error(
@@ -102,7 +129,13 @@ def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> 
 
 
 def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
-    """A host array with zeros added at the end of a dimension, up to a size."""
+    """A host array with zeros added at the end of a dimension, up to a size.
+
+    Args:
+        leaf: An array, or an object that NumPy can convert to one.
+        axis: The dimension to extend.
+        size: The new length of this dimension, at least its old one.
+    """
     host = np.asarray(leaf)
     if host.shape[axis] == size:
         return host

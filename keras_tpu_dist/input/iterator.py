@@ -23,6 +23,7 @@ def in_stacks(
     """Places host batches; stacks them if they fill scans and have the same shapes.
 
     Args:
+        batches: The host batches.
         length: The steps of a scan.
         place: Transfers a host batch to the devices.
         place_many: Transfers stacked host batches; returns `None` if their shapes differ.
@@ -56,14 +57,15 @@ class DeviceIterator:
     beyond the steps of the running epoch.
 
     Args:
+        batches: The host batches.
         prefetch: How many batches to transfer ahead.
         steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to the
             end.
         clock: Measures how long the devices wait for the batches.
         num_batches: The number of batches in an epoch if known, for the clock.
-        source_batches: The number of batches after which the input starts again, if it does.
         not_made: Called with the number of steps that were counted for a launch and did not run,
             and whether the end of the input was the reason.
+        source_batches: The number of batches after which the input starts again, if it does.
         data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
         chosen_steps: The steps of a launch if they were chosen automatically, without regard to the
             memory for its batches; or `None`.
@@ -75,6 +77,7 @@ class DeviceIterator:
         chosen_steps: As given.
         num_batches: As given.
         rows_before: The rows of the last batch that was transferred; 0 before the first.
+        rows_seen: The different numbers of rows of its batches.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class DeviceIterator:
         self.progress = Progress(self._batches, data_adapter, epoch)
         self.chosen_steps = chosen_steps
         self.rows_before = 0
+        self.rows_seen: set[int] = set()
         self.num_batches = num_batches
         self._not_made = not_made
         self._prefetch = prefetch
@@ -212,6 +216,9 @@ class DeviceIterator:
 
     def skip(self, batches: int) -> int:
         """Reads batches and drops them.
+
+        Args:
+            batches: How many batches to read and drop.
 
         Returns:
             How many there were: fewer if the input ends before.

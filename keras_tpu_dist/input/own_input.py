@@ -48,6 +48,7 @@ class OwnInput:
     """Combines the batches of the processes into steps.
 
     Args:
+        shards: Which rows of a batch every process provides.
         axes: Returns the batch dimension of every array of a batch, in the order of `flatten`.
         alike: Whether arrays without a batch dimension are the same in all processes.
     """
@@ -60,23 +61,36 @@ class OwnInput:
         self._alike = alike
 
     def of_call(self, batch: Any) -> ShardBatch:
-        """This process's part of a single batch, as for `train_on_batch`."""
+        """This process's part of a single batch, as for `train_on_batch`.
+
+        Args:
+            batch: This process's rows.
+        """
         leaves, treedef = flatten(batch)
         batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
         described = agree("the rows of a batch", _FIX, self._described(batch))
         return ShardBatch(batch, self._rows(described))
 
     def joined(self, structure: Any) -> Any:
-        """Arrays with the rows of all processes, in the order of the input shards."""
+        """Arrays with the rows of all processes, in the order of the input shards.
+
+        Args:
+            structure: A structure (tuple, list, dict, `None`) of this process's host arrays.
+        """
         return jax.tree.map(lambda rows: joined_rows(rows, self.shards.processes), structure)
 
     def length(self, num_batches: int | None, ragged: bool) -> tuple[int | None, bool]:
-        """The number of steps that all processes run, and whether one of them may be ragged."""
+        """The number of steps that all processes run, and whether one of them may be ragged.
+
+        Args:
+            num_batches: How many batches this process has, or `None` if it does not know.
+            ragged: Whether its last one is smaller.
+        """
         answers = agree("the number of batches", _FIX, [num_batches, ragged])
         numbers = [number for number, _ in answers]
         uneven = any(answer != answers[0] for answer in answers)
-        known = None not in numbers
-        return (max(numbers) if known else None), uneven or any(last for _, last in answers)
+        are_known = None not in numbers
+        return (max(numbers) if are_known else None), uneven or any(last for _, last in answers)
 
     def agreed(
         self, batches: Iterable, steps_per_epoch: int | None, *, may_be_empty: bool = False
@@ -84,6 +98,7 @@ class OwnInput:
         """The batches of this process, step by step, until the input of all processes has ended.
 
         Args:
+            batches: This process's host batches.
             steps_per_epoch: Batches beyond which nothing is read before they were used.
             may_be_empty: Whether it is allowed that no process has a batch.
         """
@@ -125,10 +140,10 @@ class OwnInput:
         for i, batch in enumerate(described):
             if batch is not None:
                 _check_arrays(batch, i)
-        first, own = next((i, d) for i, d in enumerate(described) if d is not None)
+        first, first_batch = next((i, d) for i, d in enumerate(described) if d is not None)
         for i, batch in enumerate(described):
-            if batch is not None and batch["leaves"] != own["leaves"]:
-                _raise_unlike(first, own["leaves"], i, batch["leaves"])
+            if batch is not None and batch["leaves"] != first_batch["leaves"]:
+                _raise_unlike(first, first_batch["leaves"], i, batch["leaves"])
         number = [0 if batch is None else batch["rows"] for batch in described]
         for group in self.shards.processes:
             if len({number[i] for i in group}) > 1:
@@ -239,7 +254,11 @@ def _empty(described: dict) -> Any:
 
 
 def described_structure(node: Any) -> Any:
-    """The structure of a batch as plain data."""
+    """The structure of a batch as plain data.
+
+    Args:
+        node: The batch, or a part of it: a tuple, list, dict, `None`, or an array.
+    """
     if node is None:
         return None
     if type(node) in (tuple, list):
@@ -261,6 +280,10 @@ def described_structure(node: Any) -> Any:
 
 def structure_of(described: Any, arrays: Iterator) -> Any:
     """Rebuilds a batch from its structure and its arrays.
+
+    Args:
+        described: The result of `described_structure`, maybe from another process.
+        arrays: The arrays, in order.
 
     Raises:
         PeerError: If it is not a structure, or one with another number of arrays.

@@ -14,6 +14,8 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.forms import DictOf
+from keras_tpu_dist.common.marked import UnmarkableError, marked, unmarked
+from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -51,6 +53,7 @@ class InputPosition:
         """Whether the next batch is the first of the input.
 
         Args:
+            steps_per_epoch: The argument of `fit`.
             source_batches: The number of batches after which the input starts again, if it does.
         """
         if steps_per_epoch and source_batches and not self.done:
@@ -85,6 +88,11 @@ class InputPosition:
 class Progress:
     """Counts how much of an input was read and handed out.
 
+    Args:
+        batches: The iterator over the input, which may have a position of its own.
+        data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
+        epoch: What is known about an epoch of the input: its batches, rows, and steps.
+
     Attributes:
         follows: Whether more than a count must be recorded for a batch.
     """
@@ -108,7 +116,11 @@ class Progress:
         self._start_epoch = _keras.shuffling_epoch(self._data_adapter)
 
     def drew_with(self, numbers: dict[str, Any]) -> None:
-        """Records the random numbers with which the order of an input was drawn ahead."""
+        """Records the random numbers with which the order of an input was drawn ahead.
+
+        Args:
+            numbers: The result of `random_numbers` before that.
+        """
         self._start = self._start or numbers
 
     def keep_states(self) -> None:
@@ -122,7 +134,11 @@ class Progress:
             self._states.append(state_of(self._batches))
 
     def follow(self, steps: int) -> None:
-        """Records the states that belong to batches that are handed out."""
+        """Records the states that belong to batches that are handed out.
+
+        Args:
+            steps: The number of batches.
+        """
         self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
         states = self._states or deque()
         for _ in range(min(steps, len(states))):
@@ -130,6 +146,10 @@ class Progress:
 
     def goes_to(self, position: InputPosition, begins: bool) -> bool:
         """Moves the input to a position, if it can be moved.
+
+        Args:
+            position: The position of an iterator over the same input in an earlier process.
+            begins: Whether that is its beginning.
 
         Returns:
             Whether the input is there now: after all batches that were handed out before.
@@ -142,13 +162,21 @@ class Progress:
         return stands
 
     def has_epoch_of(self, position: InputPosition) -> None:
-        """Lets Keras's data adapter count epochs from those of a position."""
+        """Lets Keras's data adapter count epochs from those of a position.
+
+        Args:
+            position: The position.
+        """
         if position.now_epoch is not None and self._newest_epoch is not None:
             self._newest_epoch = position.now_epoch
             _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
 
     def position(self, done: int) -> InputPosition:
-        """The current position of training in the input."""
+        """The current position of training in the input.
+
+        Args:
+            done: The number of steps that ran in the current epoch.
+        """
         now, epoch = random_numbers(), _keras.shuffling_epoch(self._data_adapter)
         if epoch is not None and self._newest_epoch is not None and not done:
             # Keras does not count an epoch that a callback ends.
@@ -237,7 +265,11 @@ def random_numbers() -> dict[str, Any]:
 
 
 def set_random_numbers(state: dict[str, Any]) -> None:
-    """Sets the state of NumPy's and Python's global random numbers."""
+    """Sets the state of NumPy's and Python's global random numbers.
+
+    Args:
+        state: A result of `random_numbers`.
+    """
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, _words(keys), *rest))
     version, words, gauss = state["python"]
@@ -280,19 +312,23 @@ def position_between_epochs() -> InputPosition:
 
 
 def own_position(positions: Sequence) -> InputPosition | None:
-    """This process's position; the first one if the number of processes has changed."""
+    """This process's position; the first one if the number of processes has changed.
+
+    Args:
+        positions: The positions of the processes that wrote the checkpoint, as plain data.
+    """
     if len(positions) == jax.process_count():
-        own = positions[jax.process_index()]
+        here = positions[jax.process_index()]
     else:
-        own = positions[0]
-        if any(other != own for other in positions):
+        here = positions[0]
+        if any(other != here for other in positions):
             logger.warning(
                 "%d processes wrote the checkpoint, with different random numbers; of %d "
                 "processes, all resume with those of the first",
                 len(positions),
                 jax.process_count(),
             )
-    return None if own is None else InputPosition(**{name: own[name] for name in POSITION})
+    return None if here is None else InputPosition(**{name: here[name] for name in POSITION})
 
 
 def shuffle_from(position: InputPosition, epoch: int) -> None:
@@ -300,6 +336,10 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
 
     Call it before the epoch begins, because workers of a `PyDataset` draw its order then. Keras
     3.15 draws any other order with the first batch: see `DeviceIterator.begin_at`.
+
+    Args:
+        position: Where training stopped.
+        epoch: The epoch in which it resumes, from 0.
     """
     iterator: Any = _keras.epoch_iterator_of_fit()
     if iterator is None:
@@ -308,8 +348,8 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
     begins = position.begins(iterator.steps_per_epoch, adapter.num_batches)
     if _keras.orders_ahead(adapter):
         set_random_numbers(position.now if begins else position.start)
-    fresh, known = _keras.shuffling_epoch(adapter), position.now_epoch is not None
-    if (fresh is not None) != known:
+    fresh, was_counted = _keras.shuffling_epoch(adapter), position.now_epoch is not None
+    if (fresh is not None) != was_counted:
         logger.warning(
             "the checkpoint is from another version of Keras, or from an input that was shuffled "
             "differently: training resumes with rows in another order"
@@ -324,29 +364,44 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
 def state_of(batches: Any) -> Any:
     """The state of an iterator with `get_state()`, such as Grain's, as plain data.
 
+    Args:
+        batches: The iterator.
+
     Returns:
-        The state, or `None` if it is neither bytes nor JSON.
+        The state, or `None` if it cannot be saved.
     """
     state = batches.get_state()
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
     try:
-        return {"json": json.dumps(state)}
-    except TypeError:
+        return {"json": json.dumps(marked(state))}
+    except UnmarkableError as error:
+        log_once(
+            f"{type(batches).__name__}.get_state(){error.place} {error.reason}, which a checkpoint "
+            "cannot have: a resumed run reads the input from its start, and skips what was trained",
+            logging.WARNING,
+            about=f"state of {type(batches).__qualname__}",
+        )
         return None
 
 
 def set_state(batches: Any, state: dict[str, str]) -> bool:
     """Moves an iterator to the position of another one over the same input.
 
+    Args:
+        batches: The iterator.
+        state: The result of `state_of` for the other.
+
     Returns:
         Whether it moved; it does not if it has no states, or rejects this one.
     """
     if not hasattr(batches, "set_state"):
         return False
-    plain = base64.b64decode(state["bytes"]) if "bytes" in state else json.loads(state["json"])
     try:
-        batches.set_state(plain)
+        if "bytes" in state:
+            batches.set_state(base64.b64decode(state["bytes"]))
+        else:
+            batches.set_state(unmarked(json.loads(state["json"])))
     except Exception as error:
         logger.warning(
             "the input does not accept the state in the checkpoint (%s: %s), so it is read "

@@ -16,7 +16,11 @@ _NO_BATCH = "no batch"
 
 
 def compared(batches: Iterable) -> Iterator:
-    """Batches that are the same in all processes; the first of them is compared."""
+    """Batches that are the same in all processes; the first of them is compared.
+
+    Args:
+        batches: Host batches.
+    """
     batches = iter(batches)
     first = next(batches, None)
     fix = (
@@ -24,9 +28,9 @@ def compared(batches: Iterable) -> Iterator:
         "for shuffling (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
     mine = [_NO_BATCH] if first is None else _checksums(first)
-    found = first_difference(mine, agree("the first batch of an epoch", fix, mine))
-    if found is not None:
-        process, place, *_ = found
+    difference = first_difference(mine, agree("the first batch of an epoch", fix, mine))
+    if difference is not None:
+        process, place, *_ = difference
         names = [] if first is None else element_names(first)
         element = names[place] if place < len(names) else "batch"
         raise value_error(

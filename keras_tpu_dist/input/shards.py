@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.checks import NaturalInt, PositiveInt, is_count, knows_words
+from keras_tpu_dist.common.checks import NaturalInt, PositiveInt, checked_constructor, is_count
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 
 
-@knows_words
+@checked_constructor
 @dataclass(frozen=True, repr=False)
 class InputShard(Printed):
     """The part of the input that a process provides with `TPUStrategy(input="per_process")`.
@@ -86,7 +86,11 @@ class InputShards:
         return sum(map(len, self.blocks))
 
     def of(self, batch_size: int) -> int:
-        """The rows of a global batch that this process provides."""
+        """The rows of a global batch that this process provides.
+
+        Args:
+            batch_size: The rows of all input shards together.
+        """
         count = len(self.blocks)
         if batch_size < count:
             raise value_error(
@@ -98,6 +102,9 @@ class InputShards:
 
     def rows_of_blocks(self, rows: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The rows in every part of the batch: a shard fills its parts one after another.
+
+        Args:
+            rows: The number of rows of every input shard.
 
         Returns:
             The length of a part including padding, and the number of true rows in every part.
@@ -112,6 +119,10 @@ class InputShards:
 
 def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
     """The input shards of a mesh, seen from this process.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The axes that split the batch.
 
     Raises:
         ValueError: If the parts of two processes overlap and are not the same.
@@ -130,15 +141,22 @@ def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
     return shards
 
 
-def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> InputShards | None:
+def input_shards_by(
+    processes: np.ndarray, axes: Sequence[int], this_process: int
+) -> InputShards | None:
     """The input shards, from the process of every device.
+
+    Args:
+        processes: The process of every device, in the shape of the mesh.
+        axes: The dimensions that split the batch, the first the outermost.
+        this_process: The number of this process.
 
     Returns:
         The shards, or `None` if processes cannot provide their own rows on this mesh.
 
     Example:
 
-    >>> input_shards_by(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), [0], own=1).blocks
+    >>> input_shards_by(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), [0], this_process=1).blocks
     ((0, 1), (2, 3))
     """
     by_block = np.moveaxis(processes, axes, range(len(axes)))
@@ -155,5 +173,5 @@ def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Inp
     if sum(map(len, blocks)) != len(by_block) or len(set(map(len, blocks))) != 1:
         return None
     members = tuple(tuple(groups[held_by]) for held_by in blocks)
-    mine = next((i for i, group in enumerate(members) if own in group), 0)
+    mine = next((i for i, group in enumerate(members) if this_process in group), 0)
     return InputShards(tuple(blocks), members, mine)

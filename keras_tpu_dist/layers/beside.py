@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.marked import NUMBERS
 from keras_tpu_dist.common.once import log_once
 
 # These layers write their variables, with LoRA merged into them, and keep nothing else.
@@ -58,14 +59,14 @@ def has_more(layer: Any) -> bool:
 
 def values_beside(layer: Any) -> dict[str, Any]:
     """The arrays that a layer keeps beside its variables, by name; files as bytes."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if type(layer).save_own_variables not in _OF_VARIABLES:
         for key, value in (_recorded(layer) or {}).items():
             if isinstance(value, keras.Variable):
                 continue
             array = value if hasattr(value, "sharding") else np.array(value)
-            if array.dtype.kind in "biufcV" and not array.dtype.names:
-                found[_VALUES + key] = array
+            if str(array.dtype) in NUMBERS:
+                values[_VALUES + key] = array
             else:
                 log_once(
                     f"layer {layer.name!r} saves {key!r} as {array.dtype}, which a checkpoint does "
@@ -74,10 +75,10 @@ def values_beside(layer: Any) -> dict[str, Any]:
                 )
     for name in _attributes_of_keras(layer):
         if getattr(layer, name) is not None:
-            found[_OTHERS + name] = np.asarray(getattr(layer, name), _ATTRIBUTES[name])
+            values[_OTHERS + name] = np.asarray(getattr(layer, name), _ATTRIBUTES[name])
     for path, content in files_of(layer).items():
-        found[_FILES + path] = np.frombuffer(content, np.uint8)
-    return found
+        values[_FILES + path] = np.frombuffer(content, np.uint8)
+    return values
 
 
 def _attributes_of_keras(layer: Any) -> list[str]:

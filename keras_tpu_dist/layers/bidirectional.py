@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
+from keras_tpu_dist._keras import in_symbolic_scope
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.layers.place import find
 from keras_tpu_dist.layers.recurrent import FastRecurrence, check_mask, weights_of
-from keras_tpu_dist.recurrence import Weights, recur
+from keras_tpu_dist.recurrence import Variant, Weights, recur
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
@@ -54,7 +56,7 @@ class Bidirectional(keras.layers.Bidirectional):
         states: list[Any] = [
             ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state
         ]
-        state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
+        state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:], strict=True))
         variant = forward._variant(arithmetic, sequences.shape, place, directions=2)
         loop = forward._loop(arithmetic, place, variant, directions=2)
         hs, last = recur(loop, place.split, sequences, weights, state, mask)
@@ -62,15 +64,52 @@ class Bidirectional(keras.layers.Bidirectional):
             self._directions(hs, last, mask), [s[0] for s in last] + [s[1] for s in last]
         )
 
+    def variant(self, shape) -> Variant | tuple[Variant, Variant]:
+        """Which variant of the gradient runs for an input shape, and why.
+
+        Args:
+            shape: The global shape `(batch, time, features)`.
+
+        Returns:
+            The variant of the loop that both directions share, or those of the forward and the
+            backward layer if they run one after the other.
+
+        Raises:
+            ValueError: If a layer takes Keras's path, which has no variants.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> layer = ktd.layers.Bidirectional(ktd.layers.LSTM(128))
+        >>> layer.build((32, 100, 64))
+        >>> print(layer.variant((32, 100, 64)).unroll)
+        1
+        """
+        place = find()
+        arithmetic = self._together(place, None, shape)
+        if arithmetic is None:
+            layers = self.forward_layer, self.backward_layer
+            for layer in layers:
+                if not isinstance(layer, FastRecurrence):
+                    raise value_error(
+                        "Only the recurrent layers of this package have variants.",
+                        received=f"layer {layer.name!r}, a {type(layer).__name__} of Keras.",
+                        fix=f"Write ktd.layers.{type(layer).__name__}, or convert the model.",
+                    )
+            return layers[0].variant(shape), layers[1].variant(shape)
+        return self.forward_layer._variant(arithmetic, shape, place, directions=2)
+
     def _together(self, place, training, shape):
         """The recurrence that both directions share, or None if they run one after the other."""
         forward, backward = self.forward_layer, self.backward_layer
         if not isinstance(forward, FastRecurrence) or type(forward) is not type(backward):
             return None
-        if forward.go_backwards or not (forward.built and backward.built):
+        if forward.go_backwards or not (forward.built and backward.built) or in_symbolic_scope():
             return None
         places = [layer._at(place) for layer in (forward, backward)]
-        pair = [layer._fast(at, training) for layer, at in zip((forward, backward), places)]
+        pair = [
+            layer._fast(at, training) for layer, at in zip((forward, backward), places, strict=True)
+        ]
         same = pair[0] == pair[1] and not isinstance(pair[0], str)
         for name in ("units", "use_bias", "compute_dtype", "unroll", "zero_output_for_mask"):
             same = same and getattr(forward, name) == getattr(backward, name)
@@ -113,5 +152,7 @@ class Bidirectional(keras.layers.Bidirectional):
 
 
 def _stack(weights: list[Weights]) -> Weights:
-    stacked: Any = [None if pair[0] is None else jnp.stack(pair) for pair in zip(*weights)]
+    stacked: Any = [
+        None if pair[0] is None else jnp.stack(pair) for pair in zip(*weights, strict=True)
+    ]
     return Weights(*stacked)

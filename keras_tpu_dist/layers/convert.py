@@ -1,6 +1,5 @@
 """Replaces Keras's recurrent layers, and mixtures of experts, by faster ones."""
 
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,10 +8,11 @@ from keras import tree
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
-from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.layers.beside import give_beside, has_more, values_beside
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.experts import route_experts
+from keras_tpu_dist.layers.freezing import repeat_frozen
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
 from keras_tpu_dist.layers.time_distributed import TimeDistributed
 
@@ -28,12 +28,13 @@ def convert(model):
     Layers that compute every expert for every token, and weight the results by `top_k`, then
     compute the chosen experts only. This works for layers of any class.
 
-    The clone has the weights and random states of the model, what `adapt` found, what trains of it,
-    quantization, LoRA, and its compiled optimizer with slots, loss and metrics. It keeps the names
-    of layers if Keras keeps them in a config (functional and Sequential models, at any depth), and
-    the marks of `split`, `replicate`, `assign`, `remat` and `scan_blocks`. A subclassed model needs
-    a `get_config` that can rebuild it. The original is not changed. `RNN(cell)`, `ConvLSTM` and
-    subclasses of Keras's layers are not replaced.
+    The clone has the weights, random states and carried states of the model, its names and paths,
+    what `adapt` found, what trains of it, quantization, LoRA, and what `compile` was given: the
+    optimizer as it is now, with slots, the loss, and metrics that begin anew. It also has what
+    `freeze`, `split`, `replicate`, `assign`, `remat` and `scan_blocks` marked. Functions and
+    classes, such as that of a `Lambda`, are used as they are and need not be registered. A
+    subclassed model needs a `get_config` that can rebuild it. The original is not changed.
+    `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers are not replaced.
 
     Args:
         model: A built `keras.Model`.
@@ -59,133 +60,116 @@ def convert(model):
             received={"model": model.name, "built": False},
             fix="Call model.build(input_shape), or the model on one batch, first.",
         )
-    clone, build, compiled = _make_again(model)
+    clone = _remade(model)
     for layer in _keras.flatten_layers(clone):
         if type(layer) in _REPLACED:
             # Our classes add methods to Keras's and no state. So the layer of the clone can change
             # its class in place, in whatever attribute, list or wrapper it is.
             layer.__class__ = _REPLACED[type(layer)]
     if not clone.built:
-        clone.build_from_config(build)
-    _repeat_changes(model, clone)
-    _copy(model.weights, clone.weights, model)
-    _copy(_random_states(model), _random_states(clone), model)
-    for before, after in zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)):
+        clone.build_from_config(model.get_build_config())
+    _repeat_changes(_keras.paired_layers(model, clone))
+    pairs = _keras.paired(model, clone)
+    _keras.repeat_names(pairs)
+    for before, after in pairs.variables:
+        if after.trainable != before.trainable:
+            after.trainable = before.trainable
+        # A train step donates its model's arrays; if they were shared, the other model would lose
+        # them.
+        after.assign(jnp.copy(before.value))
+    repeat_frozen(pairs)
+    for before, after in pairs.layers:
         if has_more(before):
             give_beside(after, values_beside(before), f"model {model.name!r}")
-    _copy_what_is_written(model, clone)
+    # Files have only a part of the marks, and a converted layer has its own methods.
+    _keras.copy_marks(pairs.layers)
     route_experts(clone)
-    if compiled:
-        _compile(model, clone, compiled)
+    if getattr(model, "compiled", False):
+        _compile(model, clone, pairs)
     return clone
 
 
-def _make_again(model):
-    """A new model from the model's config, and functions that build and compile it."""
+def _remade(model):
+    """A new model from the model's config."""
     try:
-        with warnings.catch_warnings():
-            # Nothing is saved here: the functions that a model was compiled with are passed on.
-            warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
-            config: Any = keras.saving.serialize_keras_object(model)
-        build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
-        if isinstance(model, keras.Sequential | _keras.Functional):
-            return keras.saving.deserialize_keras_object(config), build, compiled
-        return type(model).from_config(config["config"]), build, compiled
-    except (TypeError, NotImplementedError) as error:
+        return _keras.remade(model)
+    except Exception as error:
+        layer, words = _culprit(model, error)
         raise value_error(
             "convert rebuilds a model from its own config.",
-            received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
-            fix="Give the model a get_config() that returns the arguments of its __init__.",
+            received=f"layer {layer.name!r} ({type(layer).__name__}): {words}",
+            fix=f"Give {'the model' if layer is model else 'the layer'} a get_config() that "
+            "returns the arguments of its __init__, and a from_config() if some are layers.",
         ) from error
 
 
-def _repeat_changes(model, clone):
+def _culprit(model, error):
+    """The innermost layer that fails likewise when it is rebuilt alone, and the first line of its
+    error.
+    """
+    for layer in reversed(_keras.flatten_layers(model)):
+        try:
+            _keras.remade(layer)
+        except Exception as failure:
+            if str(failure) in str(error):
+                return layer, _first_line(failure)
+    return model, _first_line(error)
+
+
+def _first_line(error) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _repeat_changes(layers):
     """Repeats what was done to layers since they were made, which no config of a layer that holds
     them knows: quantization, LoRA, and what trains.
     """
-    pairs = list(zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)))
-    for before, after in pairs:
+    for before, after in layers:
         mode = getattr(before, "quantization_mode", None)
         if mode and not getattr(after, "quantization_mode", mode):
             after.quantize(mode, config=before.quantization_config)
-    for before, after in pairs:
+    for before, after in layers:
         if getattr(before, "lora_enabled", False) and not getattr(after, "lora_enabled", True):
             after.enable_lora(before.lora_rank, lora_alpha=before.lora_alpha)
-    for before, after in pairs:  # a layer before the layers in it, as its flag is theirs too
-        if after.trainable != before.trainable:
-            after.trainable = before.trainable
-    for before, after in zip(model.variables, clone.variables):
+    for before, after in layers:  # a layer before the layers in it, as its flag is theirs too
         if after.trainable != before.trainable:
             after.trainable = before.trainable
 
 
-def _random_states(layer):
-    weights = {id(weight) for weight in layer.weights}
-    return [v for v in layer.variables if id(v) not in weights and "seed" in v.path]
-
-
-def _compile(model, clone, config):
-    if type(model).compile_from_config is not keras.Model.compile_from_config:
-        clone.compile_from_config(config)
-    else:
-        clone.compile(**_arguments(model, config))
-    if model.optimizer is not None and model.optimizer.built:
-        clone.optimizer.build(clone.trainable_variables)
-        _copy(model.optimizer.variables, clone.optimizer.variables, model)
-
-
-def _arguments(model, config) -> dict[str, Any]:
-    """The arguments to compile the clone with; objects with state are copied."""
-    given: Any = config
+def _compile(model, clone, pairs):
+    copier = _keras.Copier([*pairs.layers, *pairs.variables])
     made: Any
-    if type(model).get_compile_config is keras.Model.get_compile_config:
-        # The given arguments have functions that cannot be rebuilt from the config.
-        given = _keras.compile_arguments(model)
     try:
-        if given is config:
-            made = keras.saving.deserialize_keras_object(config)
+        kind = type(model)
+        if kind.compile_from_config is not keras.Model.compile_from_config:
+            clone.compile_from_config(model.get_compile_config())
+        elif kind.get_compile_config is not keras.Model.get_compile_config:
+            made = keras.saving.deserialize_keras_object(model.get_compile_config())
+            clone.compile(**made)
         else:
-            made = tree.map_structure(_anew, given)
+            made = tree.map_structure(
+                lambda given: _anew(given, copier), _keras.compile_arguments(model)
+            )
+            clone.compile(**made)
+        for name, value in vars(model).items():
+            # As they are now; `compile` may have been given a word for one.
+            if isinstance(value, keras.optimizers.Optimizer):
+                setattr(clone, name, copier.of(value))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise value_error(
-            "convert copies the arguments that the model is compiled with, so it must be able "
-            "to "
-            "rebuild them from their config.",
-            received=f"model {model.name!r}: {str(error).strip().splitlines()[0]}",
-            fix="Register your classes with keras.saving.register_keras_serializable(), or "
-            "convert the model before you compile it.",
+            "convert compiles the new model with copies of the arguments that the model is "
+            "compiled with.",
+            received=f"model {model.name!r}: {_first_line(error)}",
+            fix="Give a model with a compile() of its own a get_compile_config() and a "
+            "compile_from_config(), or convert the model before you compile it.",
         ) from error
-    return made
 
 
-def _anew(given):
-    """A copy of a Keras object; anything else is used as it is."""
-    if isinstance(given, type) or not hasattr(given, "get_config"):
+def _anew(given, copier: _keras.Copier):
+    """A copy of what has a state, or refers to layers; anything else is used as it is."""
+    if not isinstance(given, _keras.COPIED):
         return given
-    return keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(given))
-
-
-def _copy(sources, targets, model):
-    if [tuple(v.shape) for v in sources] != [tuple(v.shape) for v in targets]:
-        before, after = [v.path for v in sources], [v.path for v in targets]
-        raise ValueError(_not_alike("variables", before, after, model))
-    for source, target in zip(sources, targets):
-        # A train step donates its model's arrays; if they were shared, the other model would lose
-        # them.
-        target.assign(jnp.copy(source.value))
-
-
-def _copy_what_is_written(model, clone):
-    before, after = ([layer.name for layer in _keras.flatten_layers(m)] for m in (model, clone))
-    if len(before) != len(after):
-        raise ValueError(_not_alike("layers", before, after, model))
-    # Files have only a part of the marks, and a converted layer has its own methods.
-    _keras.copy_marks(model, clone)
-
-
-def _not_alike(what, original, converted, model) -> str:
-    return message(
-        f"The converted model must have the {what} of the original.",
-        received=f"model {model.name!r} with {original}, converted to {converted}.",
-        fix="Check that the model's get_config() returns all arguments of its __init__.",
-    )
+    copied = copier.of(given)
+    if isinstance(given, keras.metrics.Metric):
+        copied.reset_state()
+    return copied

@@ -1,9 +1,7 @@
 """Freezes weights by patterns of their paths."""
 
 import logging
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import keras
@@ -12,7 +10,6 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.patterns import check_matched, matches, patterns_of
-from keras_tpu_dist.common.printed import Printed
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -21,43 +18,9 @@ logger = logging.getLogger("keras_tpu_dist")
 _frozen = _keras.Mark("_keras_tpu_dist_frozen")
 
 
-@dataclass(frozen=True, repr=False)
-class Frozen(Printed):
-    """The weights of a model that train after `freeze`, and those that do not.
-
-    Attributes:
-        others: Paths of the weights that do not train for another reason: averages of
-            `BatchNormalization`, kernels under LoRA, quantized kernels, layers with
-            `trainable=False`.
-        numbers: How many numbers these three groups have, in this order.
-        compile_again: Whether you have to compile the model again, because its optimizer was built
-            for other weights.
-    """
-
-    frozen: tuple[str, ...]
-    trained: tuple[str, ...]
-    others: tuple[str, ...]
-    numbers: tuple[int, int, int]
-    compile_again: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes by name."""
-        return asdict(self)
-
-    def __str__(self):
-        frozen, trained, others = self.numbers
-        lines = [
-            f"{len(self.trained)} weights train ({trained:,} numbers), {len(self.frozen)} are "
-            f"frozen ({frozen:,}), {len(self.others)} do not train anyway ({others:,})"
-        ]
-        lines += [f"  trains {path}" for path in self.trained]
-        lines += [f"  frozen {path}" for path in self.frozen]
-        if self.compile_again:
-            lines.append("  compile the model again: its optimizer was built for other weights")
-        return "\n".join(lines)
-
-
-def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[str] = ()) -> Frozen:
+def freeze(
+    model: Any, patterns: str | Iterable[str], exclude: str | Iterable[str] = ()
+) -> list[str]:
     """Freezes the weights that match the patterns, and lets all others train that can.
 
     It sets `trainable = False` by path, at any depth. If all weights of a layer match, the layer
@@ -76,7 +39,8 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
         exclude: Patterns of weights that train although `patterns` match them, such as `"*lora*"`.
 
     Returns:
-        The weights that train and those that do not; print it.
+        The paths of the weights that are frozen. Those that train are in
+        `model.trainable_weights`.
 
     Raises:
         ValueError: If a pattern matches nothing, or the model is not built.
@@ -92,12 +56,10 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     ...     ],
     ...     name="classifier",
     ... )
-    >>> print(ktd.freeze(model, "encoder"))
-    2 weights train (10 numbers), 2 are frozen (36), 0 do not train anyway (0)
-      trains classifier/head/kernel
-      trains classifier/head/bias
-      frozen classifier/encoder/kernel
-      frozen classifier/encoder/bias
+    >>> ktd.freeze(model, "encoder")
+    ['classifier/encoder/kernel', 'classifier/encoder/bias']
+    >>> [weight.path for weight in model.trainable_weights]
+    ['classifier/head/kernel', 'classifier/head/bias']
     """
     check_model(model, "freeze")
     _check_built(model)
@@ -120,14 +82,25 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
         and not any(matches(path, exclude) for path in paths)
     }
     _freeze(model, named)
-    report = _reported(model)
     if _trained(model) != before and isinstance(model, keras.Model):
         _keras.forget_functions(model)
-    if report.compile_again:
+    if not _fits(getattr(model, "optimizer", None), model):
+        logger.info(
+            "the trainable weights of model %r are not those that its optimizer was built for: "
+            "compile it again, with a new optimizer",
+            model.name,
+        )
         # Otherwise Keras's next fit would fail within its step and lose the weights.
         model.compiled = False
         model.train_function = _refusing(model)
-    return report
+    return [weight.path for weight in model.weights if _frozen.of(weight)]
+
+
+def repeat_frozen(pairs: _keras.Pairs) -> None:
+    """Marks in a copy of a model what `freeze` froze, so that the next `freeze` can unfreeze it."""
+    for before, after in (*pairs.layers, *pairs.variables):
+        if _frozen.of(before) is not None:
+            _frozen.write(after, _frozen.of(before))
 
 
 def _refusing(model: Any) -> Callable:
@@ -150,11 +123,11 @@ def _refusing(model: Any) -> Callable:
 
 def _names(path: str, model: str) -> list[str]:
     """The paths of a weight and of all layers around it, with and without the model's name."""
-    found = []
-    for fromkey in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
-        parts = fromkey.split("/")
-        found += ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
-    return found
+    names = []
+    for spelling in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
+        parts = spelling.split("/")
+        names += ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return names
 
 
 def _thaw(model: Any) -> None:
@@ -179,10 +152,10 @@ def _thaw(model: Any) -> None:
 def _freeze(model: Any, named: set[int]) -> None:
     weights = [weight for weight in model.weights if id(weight) in named and weight.trainable]
     for layer in _innermost(model):
-        own = layer.weights
-        if own and layer.trainable and all(id(weight) in named for weight in own):
+        of_layer = layer.weights
+        if of_layer and layer.trainable and all(id(weight) in named for weight in of_layer):
             # If Keras sets the layer's `trainable` to true again, these would train too.
-            others = frozenset(weight.path for weight in own if not weight.trainable)
+            others = frozenset(weight.path for weight in of_layer if not weight.trainable)
             _frozen.write(layer, others)
             layer.trainable = False
     for weight in weights:
@@ -200,24 +173,10 @@ def _trained(model: Any) -> list[int]:
     return [id(weight) for weight in model.trainable_weights]
 
 
-def _reported(model: Any) -> Frozen:
-    trained = {id(weight) for weight in model.trainable_weights}
-    groups: tuple[list, list, list] = ([], [], [])
-    for weight in model.weights:
-        kind = 1 if id(weight) in trained else 0 if _frozen.of(weight) else 2
-        groups[kind].append(weight)
-    optimizer = getattr(model, "optimizer", None)
-    known = _keras.weights_of(getattr(optimizer, "inner_optimizer", optimizer))
-    again = bool(known) and {id(weight) for weight in known} != trained
-    if again:
-        logger.info(
-            "the trainable weights of model %r are not those that its optimizer was built for: "
-            "compile it again, with a new optimizer",
-            model.name,
-        )
-    paths = [tuple(weight.path for weight in group) for group in groups]
-    frozen, trains, others = (sum(math.prod(weight.shape) for weight in group) for group in groups)
-    return Frozen(*paths, numbers=(frozen, trains, others), compile_again=again)
+def _fits(optimizer: Any, model: Any) -> bool:
+    """Whether the optimizer was built for the weights that are trainable now, or not yet."""
+    trained = _keras.weights_of(getattr(optimizer, "inner_optimizer", optimizer))
+    return not trained or {id(weight) for weight in trained} == set(_trained(model))
 
 
 def _check_built(model: Any) -> None:

@@ -23,6 +23,7 @@ class Place:
         split: The mesh and the axes that split the batch, if there are any.
         alone: Whether the layer's arrays are on one device, so that it may request a memory layout
             without interference from an automatic partitioner.
+        device: One of the devices, a `jax.Device`.
         gathering: How split weights of the layer are gathered, if it has any.
     """
 
@@ -65,8 +66,7 @@ def find() -> Place:
     A `TPUStrategy` provides it by `mesh` and `data_axes`, Keras's own distributions by their device
     mesh and batch axis.
     """
-    distribution = keras.distribution.distribution()
-    mesh, axes = (None, ()) if distribution is None else _mesh_and_axes(distribution)
+    mesh, axes = _keras.active_mesh()
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     around = jax.sharding.get_abstract_mesh()
     if not around.empty and around.manual_axes:
@@ -76,17 +76,11 @@ def find() -> Place:
     return Place(Split(mesh, axes), mesh is not None or jax.device_count() == 1, device)
 
 
-def _mesh_and_axes(distribution):
-    mesh = getattr(distribution, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh, tuple(distribution.data_axes)
-    device_mesh = distribution.device_mesh
-    axis = distribution.batch_dim_name
-    return device_mesh.backend_mesh, (axis,) if axis in device_mesh.axis_names else ()
-
-
 def axes_of(variable) -> tuple:
     """How the active distribution splits a variable, by dimension.
+
+    Args:
+        variable: A `keras.Variable`.
 
     Returns:
         For every dimension the mesh axis or axes that split it, or None. Trailing dimensions that

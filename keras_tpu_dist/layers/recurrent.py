@@ -8,7 +8,7 @@ import keras
 from keras import tree
 
 from keras_tpu_dist import recurrence
-from keras_tpu_dist._keras import full_precision
+from keras_tpu_dist._keras import full_precision, in_symbolic_scope
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.layers.place import Place, axes_of, find
@@ -39,7 +39,11 @@ _ELEMENT_WISE = {
 
 
 def translate(function) -> Activation | None:
-    """Our activation for a Keras activation, or None if there is none."""
+    """Our activation for a Keras activation, or None if there is none.
+
+    Args:
+        function: The function that `keras.activations.get` returned.
+    """
     name = getattr(function, "__name__", None)
     if name not in _ELEMENT_WISE or getattr(keras.activations, name, None) is not function:
         return None
@@ -100,11 +104,15 @@ class FastRecurrence:
             initial_state: The states before the first step, each `(batch, units)`.
             mask: As for `check_mask`, False where the state is carried over; of a list, the first
                 is used.
+            training: Whether the layer is in training mode, so that its dropout applies.
 
         Returns:
             The last output, the outputs in the order of the loop (without `return_sequences` only
             the last), and the final states.
         """
+        if in_symbolic_scope():
+            # Only shapes are asked for, with sizes that cannot be compared or split over devices.
+            return self._by_keras(sequences, initial_state, mask, training)
         place = self._at(find())
         arithmetic = self._fast(place, training)
         if tree.is_nested(mask):
@@ -215,7 +223,11 @@ class FastRecurrence:
         return dataclasses.replace(place, gathering=found)
 
     def gathering(self, axes_of) -> Gathering | None:
-        """How weights that are split over devices are gathered; None if none is split."""
+        """How weights that are split over devices are gathered; None if none is split.
+
+        Args:
+            axes_of: Returns how a variable is split, by dimension.
+        """
         if not self.built:
             return None
         weights = [self.cell.kernel, self.cell.recurrent_kernel, self.cell.bias]
@@ -228,6 +240,9 @@ class FastRecurrence:
         if reason not in self._warned:
             self._warned = (*self._warned, reason)
             logger.warning("%s takes Keras's path: %s", self.name, reason)
+        return self._by_keras(sequences, initial_state, mask, training)
+
+    def _by_keras(self, sequences, initial_state, mask, training):
         unroll = self.unroll
         # Keras reads any true value as "all steps".
         self.unroll = unroll is True
@@ -268,7 +283,11 @@ class FastRecurrence:
 
 
 def weights_of(cell) -> Weights:
-    """A Keras cell's weights in the recurrence's form, in their own precision."""
+    """A Keras cell's weights in the recurrence's form, in their own precision.
+
+    Args:
+        cell: A built cell of Keras's `LSTM`, `GRU` or `SimpleRNN`.
+    """
     bias = None if cell.bias is None else full_precision(cell.bias)
     recurrent_bias = None
     if bias is not None and bias.ndim == 2:  # GRU with reset_after: one for each product
@@ -282,7 +301,9 @@ def check_mask(name, mask, shape):
     """Checks a mask and returns it as `(batch, time)` booleans.
 
     Args:
+        name: The layer's name.
         mask: None, `(batch, time)` or `(batch, time, any)`, boolean or integer.
+        shape: The shape of the layer's input.
     """
     if mask is None:
         return None

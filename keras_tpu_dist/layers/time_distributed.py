@@ -94,6 +94,7 @@ def rows_are_independent(layer, training) -> bool:
 
     Args:
         layer: The layer. If it is a wrapper or a model, all its layers must be independent too.
+        training: Whether the call is in training mode; None counts as False.
     """
     if layer.activity_regularizer is not None:
         return False
@@ -217,7 +218,7 @@ class TimeDistributed(layers.TimeDistributed):
             x, m = now
             # With a policy that casts, the scope would hold, and the loop carry, rounded values.
             with AutocastScope(None):
-                state = [*fixed, *zip(changing, values)]
+                state = [*fixed, *zip(changing, values, strict=True)]
                 scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
             with scope:
                 extra = kwargs if m is None else {**kwargs, "mask": m}
@@ -229,10 +230,13 @@ class TimeDistributed(layers.TimeDistributed):
         swapped = jax.tree.map(
             lambda a: jnp.swapaxes(a, 0, 1), (ops.convert_to_tensor(inputs), mask)
         )
-        values, (outputs, losses) = lax.scan(step, [full_precision(v) for v in changing], swapped)
-        for variable, value in zip(changing, values):
+        with AutocastScope(None):
+            # A value may begin with another dtype than its variable's; a scope casts it.
+            first = [full_precision(v).astype(v.dtype) for v in changing]
+        values, (outputs, losses) = lax.scan(step, first, swapped)
+        for variable, value in zip(changing, values, strict=True):
             variable.assign(value)
-        for owner, loss in zip(owners, losses):
+        for owner, loss in zip(owners, losses, strict=True):
             # Keras adds up losses in float32.
             owner.add_loss(jnp.sum(loss, axis=0, dtype=jnp.promote_types(loss.dtype, jnp.float32)))
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), outputs)

@@ -34,6 +34,7 @@ class Activations:
         Args:
             shape: Its shape. Time is split if it is a sequence, `(batch, time, features)`, whose
                 length is divisible.
+            mesh: The mesh.
         """
         sequence = self.time is not None and len(shape) == _RANK_OF_A_SEQUENCE
         time = self.time if sequence and not shape[1] % mesh.shape[self.time] else None
@@ -55,6 +56,11 @@ def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str,
 
     Without these, XLA may gather the batch instead of the weights if the data axes split the
     weights.
+
+    Args:
+        model: A built model.
+        mesh: The mesh.
+        data_axes: The axes of the mesh that split the batch.
     """
     time = sequence_axis(mesh, data_axes)
     rows = (data_axes[0] if len(data_axes) == 1 else tuple(data_axes)) if data_axes else None

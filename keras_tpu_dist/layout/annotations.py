@@ -99,7 +99,11 @@ def replicate(layer: Any) -> Any:
 
 
 def annotation_of(layer: Any) -> Annotation | None:
-    """The annotation of a layer, or `None`."""
+    """The annotation of a layer, or `None`.
+
+    Args:
+        layer: A layer or model.
+    """
     return mark.of(layer)
 
 
@@ -124,6 +128,9 @@ class Annotated:
 
 def annotated(model: Any) -> Annotated:
     """Collects the annotations in a model.
+
+    Args:
+        model: A model, built or not.
 
     Returns:
         The annotations; inner layers take precedence over outer ones.
@@ -161,7 +168,11 @@ def annotated(model: Any) -> Annotated:
 
 
 def layouts_in(output: Any) -> list:
-    """The axes in the annotation of an output, one entry for every tensor."""
+    """The axes in the annotation of an output, one entry for every tensor.
+
+    Args:
+        output: Axes, a list or dict of axes, or `None`.
+    """
     if isinstance(output, dict):
         return [axes for inner in output.values() for axes in layouts_in(inner)]
     if isinstance(output, list):
@@ -173,8 +184,10 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
     """Applies an annotation or rule to a layer's outputs, whatever their structure.
 
     Args:
+        outputs: The outputs of the layer.
         layout: A `NamedSharding`, `Activations` or axes for all tensors, or a list or dict of
             those.
+        mesh: The strategy's mesh.
     """
     if isinstance(layout, dict) and isinstance(outputs, dict):
         _check_structure(set(layout) <= set(outputs), outputs, layout)
@@ -182,7 +195,7 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
     if isinstance(layout, list) and isinstance(outputs, (list, tuple)):
         _check_structure(len(layout) <= len(outputs), outputs, layout)
         padded = [*layout, *[None] * (len(outputs) - len(layout))]
-        placed = [place_output(o, e, mesh) for o, e in zip(outputs, padded)]
+        placed = [place_output(o, e, mesh) for o, e in zip(outputs, padded, strict=True)]
         return type(outputs)(*placed) if hasattr(outputs, "_fields") else type(outputs)(placed)
     _check_structure(not isinstance(layout, (dict, list)), outputs, layout)
     if layout is None:
@@ -221,7 +234,9 @@ def _placed_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     mesh: Any = sharding.mesh
     fixed = (None if e is PartitionSpec.UNCONSTRAINED else e for e in sharding.spec)
     sharding = named_sharding(mesh, tuple(fixed))
-    uneven = any(n % axis_size(mesh, entry) for n, entry in zip(leaf.shape, sharding.spec))
+    # A spec ends with the last dimension that it splits.
+    pairs = zip(leaf.shape, sharding.spec, strict=False)
+    uneven = any(n % axis_size(mesh, entry) for n, entry in pairs)
     # Only a compiled program can hold an uneven array.
     return leaf if uneven else jax.device_put(leaf, sharding)
 
@@ -240,7 +255,12 @@ def _check_structure(fits: bool, outputs, layout) -> None:
 
 @mark.restored_by
 def annotate(layer: Any, annotation: Annotation) -> Any:
-    """Writes an annotation on a layer, replaces an earlier one, and returns the layer."""
+    """Writes an annotation on a layer, replaces an earlier one, and returns the layer.
+
+    Args:
+        layer: A layer or model.
+        annotation: The whole annotation; nothing of an earlier one is kept.
+    """
     if not isinstance(layer, keras.Layer):
         raise value_error(
             "Only layers and models can be annotated.",

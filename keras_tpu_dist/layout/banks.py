@@ -10,7 +10,11 @@ _RANK = 3
 
 
 def banks_of(layer: Any) -> list:
-    """The kernels of experts, if a layer has some: with three dimensions, the first one equal."""
+    """The kernels of experts, if a layer has some: with three dimensions, the first one equal.
+
+    Args:
+        layer: A built layer.
+    """
     weights = _keras.own_variables(layer)
     banks = [w for w in weights if w.trainable and len(w.shape) == _RANK]
     sizes = {w.shape[0] for w in banks}
@@ -19,7 +23,12 @@ def banks_of(layer: Any) -> list:
 
 
 def biases_of(layer: Any, banks: list) -> list:
-    """The biases of experts, `(experts, units)`; a router's kernel is none."""
+    """The biases of experts, `(experts, units)`; a router's kernel is none.
+
+    Args:
+        layer: A built layer.
+        banks: Its kernels of experts.
+    """
     units = {w.shape[2] for w in banks}
     return [
         w
@@ -30,7 +39,11 @@ def biases_of(layer: Any, banks: list) -> list:
 
 
 def tokens_are_sent_to(model: Any) -> frozenset[int]:
-    """The ids of experts' weights to which tokens come by expert, as in GShard's layers."""
+    """The ids of experts' weights to which tokens come by expert, as in GShard's layers.
+
+    Args:
+        model: A built model.
+    """
     found: set[int] = set()
     for layer in _keras.flatten_layers(model):
         banks = banks_of(layer)

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,10 +18,10 @@ from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import Decision, nearest_path
+from keras_tpu_dist.programs.answers import Answer
 from keras_tpu_dist.show.folding import (
     Repeated,
     folded,
-    merged,
     relative,
     shapes_text,
     short_rows,
@@ -94,10 +94,30 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer or table that decides itself how to use its split weights."""
+    """A layer that decides itself how to use its split weights."""
 
     path: str
     choice: str
+
+
+@dataclass(frozen=True, repr=False)
+class PassRow(Printed):
+    """What is computed otherwise than the model is written, or why it is not.
+
+    Attributes:
+        name: The pass of `programs.passes`.
+        path: The variable or layer; `""` for the whole model.
+        done: Whether it is computed otherwise.
+        words: How, or why not.
+    """
+
+    name: str
+    path: str
+    done: bool
+    words: str
+
+    def __str__(self):
+        return _of_pass(self, self.path)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +131,8 @@ class Explanation(Shown):
         outputs: One per layer whose output has a layout.
         note: Why the strategy does not train the model, or why variables are missing, or `""`.
         logical_devices: `(layer path, logical device)` of every assigned layer.
-        layers: One per layer or table that decides itself how to use its split weights.
+        layers: One per layer that decides itself how to use its split weights.
+        passes: What is computed otherwise, and why the rest is not.
         crossings: Which axes cross hosts or slices, in words; `""` on one host.
         data_axes: The axes that split the batch.
     """
@@ -125,6 +146,7 @@ class Explanation(Shown):
     layers: tuple[LayerRow, ...] = ()
     crossings: str = ""
     data_axes: tuple[str, ...] = ()
+    passes: tuple[PassRow, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -223,10 +245,10 @@ class Explanation(Shown):
         shown = [True, True, mixed, True, True, True, slots, True]
 
         def cells(rows: Sequence[VariableRow], name: str, within: str) -> tuple[str, ...]:
-            return tuple(c for c, yes in zip(_cells(rows, name, within), shown) if yes)
+            return tuple(c for c, yes in zip(_cells(rows, name, within), shown, strict=True) if yes)
 
-        rows = short_rows(self.rows, _path, _key, _alike, cells, _amount)
-        return [name for name, yes in zip(_HEADER, shown) if yes], rows
+        rows = short_rows(self.rows, _path, _key, cells, _amount)
+        return [name for name, yes in zip(_HEADER, shown, strict=True) if yes], rows
 
     def _fewer(self, rows: Sequence[Any]) -> bool:
         """Whether weights share lines in the printed table."""
@@ -242,21 +264,38 @@ class Explanation(Shown):
         lines += _folded_lines(assigned)
         lines += _folded_lines((row.path, row.choice) for row in self.layers)
         least = _WORTH_A_LINE * sum(row.bytes_per_device for row in self.rows)
+        alike: dict[tuple[str, bool, str], list[PassRow]] = defaultdict(list)
         large = [row for row in self.largest_replicated if row.bytes >= least]
         if large:
             words = ", ".join(f"{row.path} ({size_text(row.bytes)})" for row in large)
             lines.append(f"largest replicated: {words}")
+        for row in sorted(self.passes, key=lambda row: not row.done):
+            alike[row.name, row.done, row.words].append(row)
+        for rows in alike.values():
+            lines.append(_of_pass(rows[0], _layers_text([row.path for row in rows])))
         return [*lines, self.note] if self.note else lines
+
+
+def _of_pass(row: PassRow, paths: str) -> str:
+    of = f"{paths}: " if paths else ""
+    return f"{'otherwise' if row.done else 'as written'}, {row.name}: {of}{row.words}"
 
 
 def explain_model(
     model: Any,
     placement: Placement,
     mesh: Mesh,
-    tables: Mapping[str, str] | None = None,
+    passes: Mapping[str, Sequence[Answer]],
     not_trained: str = "",
 ) -> Explanation:
     """Converts a placement to rows.
+
+    Args:
+        model: A model; if it is not built, its existing variables are used.
+        placement: Its placement.
+        mesh: The mesh.
+        passes: The answers of each pass, by its name; see `programs.passes.explained`.
+        not_trained: Why the model does not train under this strategy, or `""`.
 
     Returns:
         The explanation. An invalid layout is reported in its row; no error is raised.
@@ -271,8 +310,6 @@ def explain_model(
         for path, layout in placement.layouts_of_outputs().items()
     )
     assigned = tuple(placement.annotations.logical_devices.items())
-    by_rows = (LayerRow(path, words) for path, words in (tables or {}).items())
-    layers = (*_layer_rows(model, placement), *by_rows)
     return Explanation(
         model.name,
         dict(mesh.shape),
@@ -280,9 +317,10 @@ def explain_model(
         outputs,
         "; ".join(filter(None, [_note(model, rows), not_trained])),
         assigned,
-        layers,
+        tuple(_layer_rows(model, placement)),
         crossings_text(mesh),
         tuple(placement.data_axes),
+        tuple(PassRow(n, a.path, a.done, a.words) for n, found in passes.items() for a in found),
     )
 
 
@@ -316,7 +354,12 @@ def _layer_rows(model, placement: Placement):
 
 
 def one_row(explanation: Explanation, path: str) -> VariableRow:
-    """The row of one variable, by its path or the end of it."""
+    """The row of one variable, by its path or the end of it.
+
+    Args:
+        explanation: The explanation of the whole model.
+        path: The variable's path, or its last segments; a leading `…` or `/` is ignored.
+    """
     tail = path.lstrip("…").lstrip("/")
     found = [row for row in explanation.rows if row.path == path]
     found = found or [r for r in explanation.rows if f"/{r.path}".endswith(f"/{tail}")]
@@ -354,7 +397,9 @@ def _row(variable, slots: Sequence, placement: Placement, mesh: Mesh) -> Variabl
         bytes=whole,
         bytes_per_device=whole if problem else whole // _ways(mesh, decision.axes),
         slot_bytes=sum(slot_bytes),
-        slot_bytes_per_device=sum(b if problem else b // w for b, w in zip(slot_bytes, slot_ways)),
+        slot_bytes_per_device=sum(
+            b if problem else b // w for b, w in zip(slot_bytes, slot_ways, strict=True)
+        ),
         reason=decision.reason,
         alternatives=decision.alternatives,
         problem=problem,
@@ -370,7 +415,7 @@ def _ways(mesh, axes) -> int:
 
 def _cells(rows: Sequence[VariableRow], name: str = "", within: str = "") -> tuple[str, ...]:
     """A line for similar rows; paths in its reason are relative to the block's path."""
-    reasons = [r.reason if not r.problem else f"PROBLEM: {r.problem}" for r in rows]
+    problem = rows[0].problem
     return (
         name or rows[0].path,
         shapes_text([row.shape for row in rows]),
@@ -379,7 +424,7 @@ def _cells(rows: Sequence[VariableRow], name: str = "", within: str = "") -> tup
         size_text(sum(row.bytes for row in rows)),
         size_text(sum(row.bytes_per_device for row in rows)),
         size_text(sum(row.slot_bytes_per_device for row in rows)),
-        relative(merged(reasons), within),
+        relative(f"PROBLEM: {problem}" if problem else rows[0].reason, within),
     )
 
 
@@ -387,11 +432,6 @@ def _key(row: VariableRow) -> tuple:
     """The key that equal blocks share."""
     sizes = (row.bytes_per_device, row.slot_bytes, row.slot_bytes_per_device)
     return row.shape, row.dtype, row.axes, sizes, row.reason, row.problem
-
-
-def _alike(row: VariableRow) -> tuple[Any, str]:
-    """The key of rows of any size that share a line, and their reason, whose numbers may differ."""
-    return (row.dtype, row.layout, bool(row.problem)), row.problem or row.reason
 
 
 def _amount(rows: Sequence[VariableRow]) -> str:

@@ -20,6 +20,8 @@ class Layouts(Setting):
     """Decides the layouts of variables and layer outputs on one mesh.
 
     Args:
+        mesh: The mesh.
+        data_axes: The mesh axes that split the batch.
         layout: `None`, `LayoutRules`, `(pattern, axes)` pairs, a `LayoutMap`, a plan or its name.
         shard_optimizer: Whether optimizer slots are split over the data axes.
         batch_first: Whether the batch is the first dimension of every input.
@@ -68,7 +70,11 @@ class Layouts(Setting):
         return place(model, self, given)
 
     def planned(self, model: Any) -> Plan:
-        """The layouts that the plan chooses for a model."""
+        """The layouts that the plan chooses for a model.
+
+        Args:
+            model: A built model.
+        """
         check_model(model, "What a strategy says of layouts")
         if not isinstance(self.layout, Planner):
             raise value_error(
@@ -82,15 +88,21 @@ class Layouts(Setting):
         """The layout that a variable of a known model should have.
 
         Args:
+            variable: A variable of the model or of its optimizer.
             given: The layout that the user gave it, or `None`; ignored for an optimizer slot,
                 because Keras copied that layout from the weight.
+            placement: The placement of the variable's model.
         """
         if given is not None and not placement.is_slot(variable):
             return self.translated(variable, given)
         return placement.sharding(variable)
 
     def by_rule(self, variable: Any) -> NamedSharding:
-        """The layout of a variable from its path and shape alone."""
+        """The layout of a variable from its path and shape alone.
+
+        Args:
+            variable: A variable that is being created, or whose model is not known.
+        """
         decision = decide(variable.path, self.layout)
         if decision is None and isinstance(self.layout, Planner):
             decision = self.layout.before_build(variable.shape, self.mesh, self.data_axes)
@@ -103,6 +115,7 @@ class Layouts(Setting):
         """A variable's own layout, on this mesh.
 
         Args:
+            variable: The variable.
             given: A `TensorLayout` or a `NamedSharding`, also on another mesh; anything else is
                 returned unchanged.
         """
@@ -123,6 +136,7 @@ class Layouts(Setting):
         Args:
             path: The layer's path followed by `/output`. An annotation on the layer takes
                 precedence, then a rule for this path, then the plan, then the mesh.
+            placement: The placement of the running model, if there is one.
         """
         layer = path.removesuffix("/output")
         if placement is not None and layer in placement.annotations.outputs:
@@ -140,7 +154,12 @@ class Layouts(Setting):
 
 
 def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
-    """Converts a strategy's `layout` to `None`, rules, a `LayoutMap` or a planner."""
+    """Converts a strategy's `layout` to `None`, rules, a `LayoutMap` or a planner.
+
+    Args:
+        layout: Any form that `TPUStrategy` takes, or a `Plan`, whose rules are used.
+        axis_names: The mesh's axes.
+    """
     if layout is None or isinstance(layout, Planner):
         return layout
     if isinstance(layout, keras.distribution.LayoutMap):

@@ -1,4 +1,4 @@
-"""Finds mistakes in layouts, with a fix for each."""
+"""Finds mistakes in layouts, and what leaves a step uncompiled, with a fix for each."""
 
 import functools
 import logging
@@ -114,12 +114,18 @@ def lint_model(
     """Looks for mistakes in a model's layouts.
 
     Args:
+        model: The model.
+        placement: Its placement.
+        setting: The strategy's mesh and layout.
+        batch_size: The global batch size, to compare with the mesh.
+        foreign: Paths of variables that are not on the strategy's mesh.
         tables: The tables that cannot be used by rows although `tables=` asks for it: from path to
             reason.
         cheap: Whether to run only the checks that `fit` runs.
     """
     found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
     found += _fallbacks(model, placement)
+    found += _not_compiled(model)
     if not cheap:
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
@@ -142,6 +148,14 @@ def lint_model(
     return LintReport(model.name, tuple(found))
 
 
+def _not_compiled(model) -> list[Finding]:
+    words = "Keras does not compile the model, so each operation is launched by itself."
+    return [
+        Finding("warning", "not-compiled", path, f"{words} {why}", fix)
+        for path, why, fix in _keras.why_eager(model)
+    ]
+
+
 def _table(path: str, words: str) -> Finding:
     fix = "Split its rows, and train it with SGD or Adagrad; or leave tables= out."
     words = f"tables= asks to use it by rows, but {words}."
@@ -149,10 +163,14 @@ def _table(path: str, words: str) -> Finding:
 
 
 def log_report(report: LintReport) -> None:
-    """Logs errors and warnings; `fit` does this once per model."""
+    """Logs errors and warnings; `fit` does this once per model.
+
+    Args:
+        report: The report; findings of severity `"info"` are not logged.
+    """
     for finding in report.findings:
         if finding.severity != "info":
-            logger.warning("layout of model %r: %s", report.model, finding)
+            logger.warning("model %r: %s", report.model, finding)
 
 
 def _weights(model) -> list:

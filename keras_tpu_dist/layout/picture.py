@@ -31,6 +31,9 @@ def picture_of(
     """Draws a mesh, a model, a variable or an array.
 
     Args:
+        what: What to draw; `None` for the mesh.
+        mesh: The strategy's mesh.
+        placement: Returns the placement of a model.
         layout: Returns the layout of a variable, and a warning if it is uncertain.
     """
     if what is None:
@@ -40,7 +43,7 @@ def picture_of(
     if isinstance(what, Mesh):
         return picture_of_mesh(what)
     if isinstance(what, keras.Model):
-        return ModelPicture(explain_model(what, placement(what), mesh))
+        return ModelPicture(explain_model(what, placement(what), mesh, {}))
     if isinstance(what, keras.Variable):
         sharding, note = layout(what)
         return dataclasses.replace(picture_of_tensor(what.path, what.shape, sharding), note=note)

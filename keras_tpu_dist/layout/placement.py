@@ -67,26 +67,29 @@ class Placement:
     def decision(self, variable: Any) -> Decision:
         """The decision for a variable, checked against its shape.
 
+        Args:
+            variable: A variable of the model or its optimizer; an unknown one is replicated.
+
         Raises:
             LayoutError: If a rule or annotation does not fit the shape or the mesh.
         """
-        found = self.decisions.get(id(variable), _REPLICATED)
-        self._sharding(found, variable)
-        return found
+        decision = self.decisions.get(id(variable), _REPLICATED)
+        self._sharding(decision, variable)
+        return decision
 
     def sharding(self, variable: Any) -> NamedSharding:
         """The layout of a variable by its `decision`."""
         return self._sharding(self.decisions.get(id(variable), _REPLICATED), variable)
 
-    def _sharding(self, found: Decision, variable: Any) -> NamedSharding:
-        if found.reason.startswith(_AMBIGUOUS):
+    def _sharding(self, decision: Decision, variable: Any) -> NamedSharding:
+        if decision.reason.startswith(_AMBIGUOUS):
             decide(variable.path, self._setting.layout)  # raises Keras's own error
         # The variables of a large model have few layouts: JAX compares one object fastest.
-        alike = str(found.axes), tuple(variable.shape)
+        alike = str(decision.axes), tuple(variable.shape)
         if alike not in self._shardings:
-            check_axis_names([(variable.path, found.axes)], self._setting.mesh.axis_names)
-            checked(found, variable.path, variable.shape, self._setting.mesh)
-            self._shardings[alike] = named_sharding(self._setting.mesh, found.axes)
+            check_axis_names([(variable.path, decision.axes)], self._setting.mesh.axis_names)
+            checked(decision, variable.path, variable.shape, self._setting.mesh)
+            self._shardings[alike] = named_sharding(self._setting.mesh, decision.axes)
         return self._shardings[alike]
 
     @property
@@ -95,7 +98,11 @@ class Placement:
         return self._setting.data_axes
 
     def is_slot(self, variable: Any) -> bool:
-        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
+        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight.
+
+        Args:
+            variable: A variable of the model or of its optimizer.
+        """
         return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:
@@ -104,7 +111,11 @@ class Placement:
         return {**self.planned_outputs, **ruled, **self.annotations.outputs}
 
     def check_output(self, path: str) -> None:
-        """Raises a `ValueError` if an annotation's output names an axis that the mesh lacks."""
+        """Raises a `ValueError` if an annotation's output names an axis that the mesh lacks.
+
+        Args:
+            path: The path of a layer with such an annotation.
+        """
         names = self._setting.mesh.axis_names
         for axes in layouts_in(self.annotations.outputs[path]):
             check_axis_names([(f"{path}/output", axes)], names)
@@ -134,6 +145,8 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     their weight; metrics and the optimizer's other variables follow the rules.
 
     Args:
+        model: A model, built or not.
+        setting: The strategy's options.
         given: Returns the layout that the user gave a variable, or `None`.
     """
     notes = annotated(model)
@@ -152,10 +165,10 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     for slot, weight in slots:
         if tuple(slot.shape) != tuple(weight.shape):
             continue
-        own = decisions.get(id(weight), _REPLICATED)
+        decision = decisions.get(id(weight), _REPLICATED)
         if setting.shard_optimizer:
-            own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
-        decisions[id(slot)] = own
+            decision = slot_decision(decision, slot.shape, setting.mesh, setting.data_axes)
+        decisions[id(slot)] = decision
     for other in chain.from_iterable(others):
         if id(other) not in decisions:
             decisions[id(other)] = _decide(other, given(other), notes, setting, None)
@@ -165,7 +178,7 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
 
 
 def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
-    found = {}
+    ruled = {}
     for layer in _keras.flatten_layers(model) if patterns(layout) else ():
         path = f"{layer.path}/output"
         # If several keys of a LayoutMap match, the layer's call raises an error about that.
@@ -173,14 +186,14 @@ def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
         if keys and (len(keys) == 1 or isinstance(layout, LayoutRules)):
             decision = decide(path, layout)
             if decision is not None:
-                found[layer.path] = decision
-    return found
+                ruled[layer.path] = decision
+    return ruled
 
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:
-    found = _by_precedence(variable, given, notes, setting, plan)
-    axes = spell_out(found.axes, setting.mesh.axis_names)
-    return found if axes is found.axes else replace(found, axes=axes)
+    decision = _by_precedence(variable, given, notes, setting, plan)
+    axes = spell_out(decision.axes, setting.mesh.axis_names)
+    return decision if axes is decision.axes else replace(decision, axes=axes)
 
 
 def _by_precedence(variable, given, notes: Annotated, setting: Setting, plan) -> Decision:
@@ -192,11 +205,11 @@ def _by_precedence(variable, given, notes: Annotated, setting: Setting, plan) ->
         keys = matching(setting.layout, variable.path)
         if len(keys) > 1:
             return Decision((), f"{_AMBIGUOUS}: {keys}")
-    found = decide(variable.path, setting.layout)
-    if found is None and plan is not None:
-        found = plan.decision(variable)
-    if found is not None:
-        return found
+    decision = decide(variable.path, setting.layout)
+    if decision is None and plan is not None:
+        decision = plan.decision(variable)
+    if decision is not None:
+        return decision
     if id(variable) in notes.assigned:
         return _shared_by_replica(variable, notes.assigned[id(variable)], setting)
     return _NO_RULE if setting.layout else _REPLICATED
@@ -214,10 +227,10 @@ def _shared_by_replica(variable, device: int, setting: Setting) -> Decision:
         return _NO_RULE if setting.layout else _REPLICATED
     if math.prod(variable.shape) < MIN_SIZE:
         return Decision((), f"{reason}whole on each, as it is small")
-    found = split_largest(variable.shape, (), setting.mesh, axes)
-    if not any(found.axes):
+    parts = split_largest(variable.shape, (), setting.mesh, axes)
+    if not any(parts.axes):
         return Decision((), f"{reason}whole on each, as no dimension divides")
-    return Decision(found.axes, f"{reason}stored in parts on all of its replica")
+    return Decision(parts.axes, f"{reason}stored in parts on all of its replica")
 
 
 def _axes_of(layout) -> tuple:

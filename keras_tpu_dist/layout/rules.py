@@ -11,7 +11,7 @@ import keras
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
-from keras_tpu_dist.common.checks import known_words
+from keras_tpu_dist.common.checks import checked_arguments
 from keras_tpu_dist.common.errors import message, value_error
 
 
@@ -105,7 +105,7 @@ class LayoutRules:
         """The `(pattern, axes)` pairs, in order."""
         return self._rules
 
-    @known_words
+    @checked_arguments
     def matches(self, path: str) -> list[int]:
         """The indices of all rules that match `path`, the winner first.
 
@@ -208,7 +208,12 @@ class IndivisibleError(LayoutError):
 
 
 def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str]) -> None:
-    """Raises a `ValueError` if a rule names an axis that the mesh does not have."""
+    """Raises a `ValueError` if a rule names an axis that the mesh does not have.
+
+    Args:
+        rules: The rules; `"logical"` in them means all logical sub-axes of the mesh.
+        axis_names: The mesh's axes.
+    """
     for pattern, axes in rules:
         names = names_in(spell_out(axes, axis_names))
         if len(set(names)) != len(names):
@@ -234,7 +239,12 @@ def check_axis_names(rules: Iterable[tuple[str, Axes]], axis_names: Sequence[str
 
 
 def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None) -> Decision | None:
-    """Looks a path up in the rules or the stock layout map."""
+    """Looks a path up in the rules or the stock layout map.
+
+    Args:
+        path: The path of a variable, or of a layer's output (`".../output"`).
+        layout: The rules, in the form that the user gave.
+    """
     if isinstance(layout, LayoutRules):
         index = layout.match(path)
         if index is None:
@@ -246,22 +256,31 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
         )
         return Decision(axes, f"rule {index} {pattern!r}", others)
     if isinstance(layout, keras.distribution.LayoutMap):
-        found = layout[path]
-        if found is None:
+        tensor_layout = layout[path]
+        if tensor_layout is None:
             return None
-        return Decision(tuple(found.axes), f"LayoutMap {matching(layout, path)[0]!r}")
+        return Decision(tuple(tensor_layout.axes), f"LayoutMap {matching(layout, path)[0]!r}")
     return None
 
 
 def patterns(layout: Any) -> list[str]:
-    """The patterns of rules or of a stock layout map, in order; none for anything else."""
+    """The patterns of rules or of a stock layout map, in order; none for anything else.
+
+    Args:
+        layout: A layout in any form, or `None`.
+    """
     if isinstance(layout, LayoutRules):
         return [pattern for pattern, _ in layout.rules]
     return list(layout) if isinstance(layout, keras.distribution.LayoutMap) else []
 
 
 def matching(layout: Any, path: str) -> list[str]:
-    """The patterns that match a path, the winner first, matched as this layout matches."""
+    """The patterns that match a path, the winner first, matched as this layout matches.
+
+    Args:
+        layout: `LayoutRules` or a stock `LayoutMap`; other layouts have no patterns.
+        path: The path of a variable, or of a layer's output (`".../output"`).
+    """
     if isinstance(layout, LayoutRules):
         return [layout.rules[i][0] for i in layout.matches(path)]
     if path in patterns(layout):
@@ -271,6 +290,10 @@ def matching(layout: Any, path: str) -> list[str]:
 
 def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
     """The patterns that match none of the paths.
+
+    Args:
+        layout: `LayoutRules` or a stock `LayoutMap`.
+        paths: The paths of a model's variables, and of its layers' outputs.
 
     Example:
 
@@ -282,7 +305,12 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
-    """The existing path that is most similar to a pattern, or `None`."""
+    """The existing path that is most similar to a pattern, or `None`.
+
+    Args:
+        pattern: A pattern that matches nothing.
+        paths: The existing paths.
+    """
     plain = re.sub(r"\\[dwSs]|[\^$.*+?()\[\]{}|\\]", "", pattern).strip("/")
     segments = plain.count("/") + 1
     scored = [
@@ -294,7 +322,14 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
 
 
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
-    """Validates a decision against a variable's shape and the mesh."""
+    """Validates a decision against a variable's shape and the mesh.
+
+    Args:
+        decision: The decision of a rule.
+        path: The variable's path, for the error.
+        shape: The variable's shape.
+        mesh: The mesh.
+    """
     received = {
         "variable": path,
         "shape": tuple(shape),

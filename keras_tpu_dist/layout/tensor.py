@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
 from keras_tpu_dist.layout.banks import banks_of, biases_of
-from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
+from keras_tpu_dist.layout.flow import Arguments, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision, Gathered, View
+from keras_tpu_dist.programs.cuts import Cut
 
 # An uneven split of a table needs at least this many rows in a part.
 _FEWEST_IN_A_PART = 8
@@ -69,41 +70,61 @@ class Projection:
         return tuple(self.kernel.shape) != self.sizes
 
     def stored(self, dim: int) -> int | None:
-        """The dimension of the stored kernel that equal parts of a dimension cut, or `None`."""
+        """The dimension of the stored kernel that equal parts of a dimension cut, or `None`.
+
+        Args:
+            dim: The dimension.
+        """
         if not self.packed or dim == 0:
             return dim
         return 1 if math.prod(self.sizes[:dim]) == self.kernel.shape[0] else None
 
     def parts(self, dim: int) -> int:
-        """A number by whose divisors a dimension, and its bytes, can be cut."""
+        """A number by whose divisors a dimension, and its bytes, can be cut.
+
+        Args:
+            dim: The dimension.
+        """
         stored = self.stored(dim)
         return 1 if stored is None else math.gcd(self.sizes[dim], self.kernel.shape[stored])
 
     def stored_axes(self, axes: Axes) -> Axes:
-        """The layout of the stored kernel."""
+        """The layout of the stored kernel.
+
+        Args:
+            axes: That of the kernel's dimensions.
+        """
         if not self.packed:
             return axes
-        found: list[Any] = [None] * len(self.kernel.shape)
+        entries: list[Any] = [None] * len(self.kernel.shape)
         for dim, entry in enumerate(axes):
             stored = self.stored(dim)
             if entry is not None and stored is not None:
-                found[stored] = entry
-        return tuple(found)
+                entries[stored] = entry
+        return tuple(entries)
 
     def axes(self, stored: Axes) -> Axes:
-        """The layout of the kernel's dimensions."""
+        """The layout of the kernel's dimensions.
+
+        Args:
+            stored: That of the stored kernel.
+        """
         if not self.packed or not stored:
             return stored
-        found, taken = [], set()
+        entries, taken = [], set()
         for dim in range(len(self.sizes)):
             at = self.stored(dim)
-            found.append(None if at is None or at in taken else stored[at])
+            entries.append(None if at is None or at in taken else stored[at])
             taken.add(at)
-        return tuple(found)
+        return tuple(entries)
 
 
 def projection_of(layer: Any) -> Projection | None:
-    """Describes a layer as a projection, or returns `None`."""
+    """Describes a layer as a projection, or returns `None`.
+
+    Args:
+        layer: A built layer.
+    """
     kernel = _keras.stored_weight(layer, "kernel")
     bias = _keras.stored_weight(layer, "bias")
     if kernel is None:
@@ -140,9 +161,9 @@ def _einsum_projection(layer, kernel, bias) -> Projection | None:
     bias_dims: tuple[int | None, ...] = ()
     if bias is not None:
         letters = [c for c in output if c in layer.bias_axes]
-        found = tuple(names.index(c) if c in names else None for c in letters)
+        dims_of_letters = tuple(names.index(c) if c in names else None for c in letters)
         # Keras appends dimensions of size 1, so that the bias broadcasts.
-        bias_dims = found + (None,) * (len(bias.shape) - len(found))
+        bias_dims = dims_of_letters + (None,) * (len(bias.shape) - len(dims_of_letters))
     output_dims = tuple(names.index(c) if c in names else None for c in output)
     return Projection(layer, kernel, sizes, ins, outs, experts, bias, bias_dims, output_dims)
 
@@ -162,6 +183,9 @@ class TensorPlan:
     """Decides for every weight of a model that tensor parallelism has a rule for.
 
     Args:
+        model: A built model.
+        mesh: The mesh.
+        axes: The mesh axes that split weights.
         min_size: A projection without a partner is not split if it has fewer elements.
     """
 
@@ -231,18 +255,18 @@ class TensorPlan:
     def _ruled(self, layers) -> set[int]:
         """Weights of layers for which a rule for their class is better: by heads, gates,
         experts."""
-        found = set()
+        ruled = set()
         for layer in layers:
             projection = self._projections[id(layer)] = projection_of(layer)
             if isinstance(layer, _ATTENTION) or _gates(layer):
-                found.update(id(variable) for variable in layer.variables)
+                ruled.update(id(variable) for variable in layer.variables)
             elif (
                 _keras.stored_weight(layer, "embeddings") is not None
                 or banks_of(layer)
                 or (projection is not None and projection.experts)
             ):
-                found.update(id(variable) for variable in _keras.own_variables(layer))
-        return found
+                ruled.update(id(variable) for variable in _keras.own_variables(layer))
+        return ruled
 
     def _put_cut(self, cut: Cut, variables, entry, ruled, views: Mapping[int, View]) -> None:
         kernels = [variables[w] for w, _ in (*cut.columns, *cut.rows)]
@@ -357,8 +381,8 @@ class TensorPlan:
             self._replicate_layer(layer, f"attention: {what} are {_INDIVISIBLE} {self._ways()}")
             return
         ways = axis_size(self._mesh, entry)
-        for q, own in zip(heads, parts):
-            if own % ways:
+        for q, most_parts in zip(heads, parts, strict=True):
+            if most_parts % ways:
                 reason = (
                     f"attention: {self._heads_of(q, 'key-value heads')} are {_INDIVISIBLE} {ways}"
                 )
@@ -506,10 +530,10 @@ class TensorPlan:
         if used and not any(used):
             axes = used  # their product is added to the whole base
         factors = {"a": (*axes[:-1], None), "b": (None, axes[-1])}
-        for which, own in factors.items():
+        for which, factor_axes in factors.items():
             factor = _keras.stored_weight(layer, f"lora_{name}_{which}")
             if factor is not None:
-                self._decide(factor, own, f"follows {base.path!r}")
+                self._decide(factor, factor_axes, f"follows {base.path!r}")
 
     def _scales(self, layer, name: str, base, last: Axes) -> None:
         """Splits scales and zero points, whose last dimensions are given."""
@@ -530,7 +554,7 @@ class TensorPlan:
         return -1, None
 
     def _decide(self, variable, axes: Axes, reason: str) -> None:
-        for size, entry in zip(variable.shape, axes):
+        for size, entry in zip(variable.shape, axes, strict=bool(axes)):
             if size % axis_size(self._mesh, entry):
                 reason = f"{reason}; but {axes} does not split {tuple(variable.shape)} evenly"
                 axes = ()
@@ -580,16 +604,16 @@ def _calls_in_graphs(layers) -> dict[int, Arguments]:
 
 def _feeding_in_graphs(layers) -> set[int]:
     """The ids of kernels of layers in a graph, if other kernels follow in it."""
-    found: set[int] = set()
+    feeding: set[int] = set()
     for layer in layers:
         followed: set[int] = set()
         for node, operation, parents in reversed(_keras.graph(layer) or ()):
             kernels = _kernels_in(operation) if isinstance(operation, keras.Layer) else []
             if id(node) in followed:
-                found.update(map(id, kernels))
+                feeding.update(map(id, kernels))
             if kernels or id(node) in followed:
                 followed.update(map(id, parents))
-    return found
+    return feeding
 
 
 def _may_hold_pairs(layer) -> bool:

@@ -6,7 +6,7 @@ program begins by splitting the table by vocabulary, in parts of unequal sizes, 
 devices exchange their parts once per step in each direction.
 
 A fused kernel of queries, keys and values is stored split along its input dimension. A layer that
-separates the features gets the kernel split by heads. See `keras_tpu_dist.layout.fused`.
+separates the features gets the kernel split by heads. See `keras_tpu_dist.programs.fused`.
 
 A table for positions or types is stored split by width and gathered for use. If a larger table is
 split by width, the looked-up rows are gathered. So is the output of a kernel without a partner, if
@@ -23,9 +23,11 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, named_sharding, names_in
-from keras_tpu_dist.layout.fused import fused_in, scaled_kernels
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
+from keras_tpu_dist.layout.scales import scaled_kernels
+from keras_tpu_dist.programs.answers import Answer, keep
+from keras_tpu_dist.programs.fused import fused_in
 from keras_tpu_dist.programs.graph import Atom, graph_of
 from keras_tpu_dist.programs.partitioner import constrained, in_compiled_code, mesh_here
 
@@ -34,9 +36,18 @@ _apart = _keras.Mark("_keras_tpu_dist_apart")
 # On a layer that computes features in parts and gathers them: their sizes.
 _gathered = _keras.Mark("_keras_tpu_dist_gathered")
 
+BY_HEADS = "a kernel of several kinds of features is used split by heads"
+_AS_STORED = "a kernel of several kinds of features is used as it is stored"
+GATHERED = "features that are computed in parts are gathered"
+
 
 def note_uses(model: Any, placement: Placement) -> None:
-    """Marks a model's layers, so that their calls use weights in the layouts that they need."""
+    """Marks a model's layers, so that their calls use weights in the layouts that they need.
+
+    Args:
+        model: A model.
+        placement: Its placement.
+    """
     layers: set[str] = set()
     features: dict[str, tuple[int, ...]] = {}
     for variable in model.weights:
@@ -51,10 +62,10 @@ def note_uses(model: Any, placement: Placement) -> None:
     for layer in _keras.flatten_layers(model):
         if layer.path in layers:
             _apart.write(layer, True)
-            _keras.route_calls(type(layer), _keras.Wrapper.TAKEN_APART, _around)
+            _keras.route_calls(type(layer), "fused", _around)
         if layer.path in features or _gathered.of(layer):
             _gathered.write(layer, features.get(layer.path))
-            _keras.route_calls(type(layer), _keras.Wrapper.GATHERED, _whole)
+            _keras.route_calls(type(layer), "gather", _whole)
 
 
 def _pinned(variable: Any) -> None:
@@ -104,6 +115,7 @@ def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
         return outputs
     if getattr(mesh_here(strategy.mesh), "manual_axes", ()):
         return outputs
+    keep("gather", layer, [Answer(layer.path, GATHERED, done=True)])
     features = range(outputs.ndim - len(sizes), outputs.ndim)
     return constrained(outputs, strategy.mesh, dict.fromkeys(features, ()))
 
@@ -136,18 +148,20 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list | Non
         stored = _keras.variable_layout(variable).spec[:1] if len(variable.shape) > 1 else ()
         return _constrained(_constrained(array, tuple(stored), strategy), axes, strategy)
 
-    number = {id(variable): id(array) for variable, array in zip(weights, arrays)}
+    number = {id(variable): id(array) for variable, array in zip(weights, arrays, strict=True)}
     scales = {
         number[id(kernel)]: {number[id(scale)] for scale in beside}
         for kernel, *beside in scaled_kernels(layer)
         if all(id(member) in number for member in (kernel, *beside))
     }
     graph = graph_of(jaxpr)
-    instead = {}
+    instead: dict[Any, Any] = {}
     for product in fused_in(graph, uses, scales):
         if product.bias is None or id(product.bias.constant) in uses:
             _, _, axes = uses[id(product.kernel.constant)]
             instead |= product.replaced(laid, axis_size(strategy.mesh, axes[-1]))
+    words = BY_HEADS if instead else f"{_AS_STORED}: its call does not separate their features"
+    keep("fused", layer, [Answer(layer.path, words, done=bool(instead))])
     return graph.evaluate(inputs, instead) if instead else None
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import names_in
-from keras_tpu_dist.common.checks import NaturalInt, known_words
+from keras_tpu_dist.common.checks import NaturalInt, checked_arguments
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
@@ -26,7 +26,7 @@ _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing",
 _creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating", default=None)
 
 
-@known_words
+@checked_arguments
 def assign(layer: Any, logical_device: NaturalInt | None) -> Any:
     """Lets one logical device of every replica compute a layer.
 
@@ -81,7 +81,7 @@ def assign(layer: Any, logical_device: NaturalInt | None) -> Any:
 def _restored(layer: Any, annotation: Annotation) -> Any:
     """Restores an annotation on a layer whose class may not have been assigned before."""
     annotate(layer, annotation)
-    _keras.route_calls(type(layer), _keras.Wrapper.ASSIGNED, _around)
+    _keras.route_calls(type(layer), "assign", _around)
     return layer
 
 
@@ -91,6 +91,7 @@ def on_logical_device(function: Callable[..., Any], logical_device: int) -> Call
     Args:
         function: A function of arrays. Layers called in it may update their variables, but must not
             call `add_loss`. For a `keras.KerasTensor` it becomes a `keras.layers.Lambda`.
+        logical_device: The logical device.
     """
 
     @functools.wraps(function)

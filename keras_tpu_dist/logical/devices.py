@@ -64,6 +64,10 @@ class SplitToLogicalDevices(_TensorAnnotation):
 
     It splits over the logical devices of the strategy that the model runs under. Without a
     strategy, or with one logical device, it returns its input.
+
+    Args:
+        partition_dimensions: The number of parts, for every dimension.
+        batch_axis: The dimension that the replicas split, or `None`.
     """
 
     # Otherwise `lint` would report mesh axes that split no weight as unused.

@@ -37,7 +37,15 @@ _around: contextvars.ContextVar[_Around] = contextvars.ContextVar("around", defa
 def computed_again(
     function: Callable[..., Any], layer: Any, policy: Policy, args: tuple, kwargs: dict
 ) -> Any:
-    """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept."""
+    """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept.
+
+    Args:
+        function: A layer's method, bound to it.
+        layer: The layer.
+        policy: The values to keep.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
     if policy == "attention":
         _keras.route_attention_layers(layer, _attention_again)
         with setting(_around, replace(_around.get(), attention=True)):
@@ -46,7 +54,7 @@ def computed_again(
     met: set[str] = set()
     for inner in _keras.flatten_layers(layer) if names else ():
         if inner.name in names and inner is not layer:
-            _keras.route_calls(type(inner), _keras.Wrapper.NAMED, _named)
+            _keras.route_calls(type(inner), "names", _named)
     call = _keras.PureCall(function, layer, args, kwargs)
 
     def block(inputs):
@@ -62,7 +70,11 @@ def computed_again(
 
 
 def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention as a function of arrays, recomputed if a layer around it asks for that."""
+    """Attention as a function of arrays, recomputed if a layer around it asks for that.
+
+    Args:
+        function: A function of arrays that returns an array.
+    """
     return jax.checkpoint(function) if _around.get().attention else function
 
 

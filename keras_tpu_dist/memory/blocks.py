@@ -11,7 +11,12 @@ from keras_tpu_dist import _keras
 
 
 def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Every layer of a model with its path: the names of the layers around it, and its own."""
+    """Every layer of a model with its path: the names of the layers around it, and its own.
+
+    Args:
+        model: The model, built or not; it comes first.
+        path: The model's own path. Defaults to its name.
+    """
     own = model.name if path is None else path
     yield own, model
     for layer in _keras.sublayers(model):
@@ -24,6 +29,7 @@ def matching(pattern: str, path: str) -> bool:
     Args:
         pattern: Segments of the path from the right, with `*` and `?` as in file names; or a
             regular expression for them, as in `LayoutRules`.
+        path: The layer's path.
 
     Example:
 
@@ -49,6 +55,10 @@ def chosen_by_patterns(
 
     A layer inside another one that matches the same rule is left out.
 
+    Args:
+        model: A model.
+        rules: From a pattern to any value; the first match counts.
+
     Returns:
         `(path, layer, value)` for every layer, and the patterns.
     """
@@ -72,6 +82,9 @@ def blocks(model: Any) -> list[tuple[str, Any]]:
     These are composite layers of the same class that are side by side; nested models are searched
     first. If there are none, they are all composite layers; and in a model of plain layers, every
     layer with weights.
+
+    Args:
+        model: A built model.
     """
     found = _repeated(model, model.name) or _composite(model, model.name)
     return found or [

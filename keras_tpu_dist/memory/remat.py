@@ -12,7 +12,8 @@ from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.memory.again import computed_again
 from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_path
-from keras_tpu_dist.memory.policies import Policy, checked_policy
+from keras_tpu_dist.memory.policies import WORDS, Policy, checked_policy
+from keras_tpu_dist.programs.answers import Answer, forget, keep
 
 mark = _keras.LayerMark("_keras_tpu_dist_remat", saved=True)
 
@@ -76,7 +77,11 @@ def remat(layer: Any, policy: Any = "full") -> Any:
 
 
 def policy_of(layer: Any) -> Policy | None:
-    """The policy that `remat` gave a layer, or `None`."""
+    """The policy that `remat` gave a layer, or `None`.
+
+    Args:
+        layer: A layer or model.
+    """
     return mark.of(layer)
 
 
@@ -97,7 +102,11 @@ class LayerPolicies:
         self._unused = set(self._rules or ())
 
     def choose(self, model: Any) -> None:
-        """Chooses the policies for the layers of a model, before its step is traced."""
+        """Chooses the policies for the layers of a model, before its step is traced.
+
+        Args:
+            model: A built model.
+        """
         if self._rules is not None:
             found, unused = chosen_by_patterns(model, self._rules)
             self._unused &= unused
@@ -117,7 +126,11 @@ class LayerPolicies:
                 _prepare(layer, policy)
 
     def of(self, layer: Any) -> Policy | None:
-        """The policy for a layer, or `None`."""
+        """The policy for a layer, or `None`.
+
+        Args:
+            layer: A layer of a model that `choose` has seen.
+        """
         return self._chosen.get(layer)
 
 
@@ -137,12 +150,16 @@ def _checked_rules(rules: Mapping) -> dict[str, Any]:
 
 def _write(layer: Any, policy: Policy | None) -> None:
     mark.write(layer, policy)
+    forget("remat", layer)
     if policy is not None:
         _prepare(layer, policy)
 
 
 def _prepare(layer: Any, policy: Policy) -> None:
-    _keras.route_calls(type(layer), _keras.Wrapper.RECOMPUTED, _around)
+    words = WORDS.get(policy) if isinstance(policy, str) else f"the outputs of {', '.join(policy)}"
+    kept = f"recomputed in the backward pass ({policy!r} keeps {words})"
+    keep("remat", layer, [Answer("", kept, done=True)])
+    _keras.route_calls(type(layer), "remat", _around)
     _keras.install()  # for saved models, and for attention in custom layers
 
 

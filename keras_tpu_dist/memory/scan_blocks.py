@@ -12,13 +12,16 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import known_words
+from keras_tpu_dist.common.checks import checked_arguments
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.blocks import layers_by_path
-from keras_tpu_dist.memory.runs import (
+from keras_tpu_dist.programs.answers import Answer, forget, keep
+from keras_tpu_dist.programs.partitioner import in_compiled_code
+from keras_tpu_dist.programs.scan.loops import computed
+from keras_tpu_dist.programs.scan.runs import (
     Run,
     Tracing,
     equal_layers,
@@ -28,9 +31,8 @@ from keras_tpu_dist.memory.runs import (
     tracing,
     without_aliases,
 )
-from keras_tpu_dist.memory.scanned import computed
-from keras_tpu_dist.programs.partitioner import in_compiled_code
 
+ONE_LOOP = "{} blocks {} are one loop"
 mark = _keras.LayerMark("_keras_tpu_dist_scan_blocks", saved=True)
 
 
@@ -72,7 +74,7 @@ class ScanReport(Printed):
         return asdict(self)
 
 
-@known_words
+@checked_arguments
 def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> ScanReport:
     """Compiles equal consecutive blocks of a model as a single block that runs in a loop.
 
@@ -114,6 +116,7 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
     _check(model)
     if not enabled:
         _write(model, None)
+        forget("scan", model)
         return ScanReport(model.name, ())
     if _keras.in_symbolic_scope() or not _keras.is_built(model):
         raise value_error(
@@ -124,11 +127,16 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
     _prepare(model)
     report = _report_of(model, _specs(model, inputs))
     _write(model, True if report.runs else None)
+    _keep(model, report)
     return report
 
 
 def is_scanned(model: Any) -> bool:
-    """Whether `scan_blocks` is on for a model."""
+    """Whether `scan_blocks` is on for a model.
+
+    Args:
+        model: A model.
+    """
     return bool(mark.of(model))
 
 
@@ -139,7 +147,7 @@ def _write(model: Any, value: bool | None) -> None:
 
 
 def _prepare(model: Any) -> None:
-    _keras.route_calls(type(model), _keras.Wrapper.SCANNED, _around)
+    _keras.route_calls(type(model), "scan", _around)
     _keras.install()  # for saved models
 
 
@@ -163,18 +171,28 @@ def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     call, notes = _keras.PureCall(stock, model, args, kwargs), Tracing(equal_layers(model))
     for layer in _keras.flatten_layers(model):
         if id(layer) in notes.keys:
-            _keras.route_calls(type(layer), _keras.Wrapper.BLOCK, noted, "__call__")
+            _keras.route_calls(type(layer), "scan", noted, "__call__")
     with tracing(notes):
         jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
     jaxpr = without_aliases(jaxpr, notes)
     runs, reasons = find_runs(jaxpr, notes)
     report = _report(model, runs, reasons, notes)
     if reports is None:
+        _keep(model, report)
         log_once(str(report), logging.INFO if runs else logging.WARNING)
     else:
         reports.append(report)
     outputs = computed(jaxpr, runs, jax.tree.leaves(call.inputs))
     return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
+def _keep(model: Any, report: ScanReport) -> None:
+    forget("scan", model)
+    answers = [Answer(path, f"on its own: {why}") for path, why in report.left_out]
+    for run in report.runs:
+        words = ONE_LOOP.format(len(run.paths), run.kind)
+        answers.append(Answer(f"{run.paths[0]} to {run.paths[-1]}", words, done=True))
+    keep("scan", model, answers)
 
 
 def _report(model: Any, runs: list[Run], reasons: dict[int, str], notes: Tracing) -> ScanReport:

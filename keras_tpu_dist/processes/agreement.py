@@ -58,7 +58,12 @@ class Agreed:
 
 @contextlib.contextmanager
 def agreed_call(name: str, model: Any) -> Iterator[None]:
-    """The context of a call that all processes make."""
+    """The context of a call that all processes make.
+
+    Args:
+        name: `"fit"`, `"evaluate"`, and so on.
+        model: The model.
+    """
     if name not in _LONG_CALLS:
         yield
         return
@@ -76,6 +81,9 @@ def files_of_one(callbacks: Iterable) -> Iterator[None]:
 
     All processes run all callbacks, because reading a weight may need all of them. The others write
     into a temporary directory, which is deleted.
+
+    Args:
+        callbacks: The callbacks of the call.
     """
     moved = []
     with tempfile.TemporaryDirectory() as elsewhere:
@@ -99,13 +107,17 @@ def _check_no_backup(callback: Any) -> None:
             message(
                 "Keras's BackupAndRestore does not support several processes.",
                 received=f"{type(callback).__name__} in a fit of {jax.process_count()} processes.",
-                fix="Use BackupAndRestore or Checkpoint of keras_tpu_dist.callbacks.",
+                fix="Use keras_tpu_dist.callbacks.Checkpoint.",
             )
         )
 
 
 def compare_changes(model: Any) -> None:
-    """Raises if processes assigned different values to a model's variables since the last check."""
+    """Raises if processes assigned different values to a model's variables since the last check.
+
+    Args:
+        model: The model.
+    """
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
     what = f"comparing assigned values of model {model.name!r}"
@@ -113,7 +125,13 @@ def compare_changes(model: Any) -> None:
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
-    """Compares assigned values, at every 32nd call with one batch. See `compare_changes`."""
+    """Compares assigned values, at every 32nd call with one batch. See `compare_changes`.
+
+    Args:
+        agreed: The agreements about the model, with the count of its calls.
+        model: The model.
+        name: The call: `"train_on_batch"`, `"fit"`, and so on.
+    """
     if name not in _LONG_CALLS:
         agreed.batches_alone += 1
         if not agreed.batches_alone % _BATCHES_BETWEEN and _keras.is_built(model):
@@ -128,7 +146,12 @@ def _check_changes(what: str, fix: str, model: Any, variables: list) -> None:
 
 
 def compare_weights(agreed: Agreed, model: Any) -> None:
-    """Raises if processes with the same part of a weight have different values."""
+    """Raises if processes with the same part of a weight have different values.
+
+    Args:
+        agreed: The agreements about the model; the check is made once.
+        model: The model, built or not.
+    """
     if agreed.weights or not _keras.is_built(model):
         return
     compare_variables(f"model {model.name!r}", _keras.state_variables(model))
@@ -140,6 +163,7 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
 
     Args:
         owner: The owner of the variables, in words that are the same in all processes.
+        variables: The variables, the same in all processes.
         after: Whether they were equal before. If so, whole values are compared; otherwise only
             their first elements, which differ if seeds do.
     """
@@ -164,12 +188,18 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
             fix="Build the model in the same way in all processes.",
         )
     # Variables that not all processes assigned come first: the others differ because of them.
-    all_did = [len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers))]
+    all_did = [
+        len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers), strict=True)
+    ]
     parts = [answer["parts"] for answer in answers]
     for index in sorted(range(len(variables)), key=all_did.__getitem__):
         variable = variables[index]
         for place in {place for of_process in parts for place in of_process[index]}:
-            checksums = {i: own[index][place] for i, own in enumerate(parts) if place in own[index]}
+            checksums = {
+                i: of_process[index][place]
+                for i, of_process in enumerate(parts)
+                if place in of_process[index]
+            }
             if len(set(checksums.values())) > 1:
                 raise value_error(
                     "All processes must have the same values in their variables."

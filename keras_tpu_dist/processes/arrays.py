@@ -20,7 +20,11 @@ _SAMPLE = 4096
 
 
 def checksum(array: Any) -> int:
-    """A number that differs if the first elements of two host arrays do."""
+    """A number that differs if the first elements of two host arrays do.
+
+    Args:
+        array: The array.
+    """
     first = np.asarray(array).ravel()[:_SAMPLE]
     return zlib.crc32(np.ascontiguousarray(first).tobytes())
 
@@ -30,18 +34,25 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
 
     All processes must have the same arrays. `jax.device_put` would compare them with a collective
     for every array; this function does not check.
+
+    Args:
+        arrays: The arrays.
+        shardings: The sharding of every array.
     """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(arrays), list(shardings))
     return [
         # A sparse array is a structure of several arrays.
         jax.tree.map(functools.partial(_own_parts, sharding=sharding), array)
-        for array, sharding in zip(arrays, shardings)
+        for array, sharding in zip(arrays, shardings, strict=True)
     ]
 
 
 def whole(array: jax.Array) -> np.ndarray:
     """An array's values, even if parts of it are on the devices of other processes.
+
+    Args:
+        array: The array.
 
     Raises:
         PeerError: If not all processes read it.
@@ -60,6 +71,9 @@ def on_every_host(arrays: Any) -> Any:
     """Gathers arrays with a part on other hosts; others are returned unchanged.
 
     All processes must call it at the same place in the same code; there is no check.
+
+    Args:
+        arrays: A structure of arrays.
     """
 
     def gathered(array: Any) -> Any:
@@ -101,7 +115,7 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     first = [group[0] for group in groups]
     parts = [np.frombuffer(np.asarray(every[i]).tobytes(), array.dtype) for i in first]
     return np.concatenate(
-        [part.reshape(raw.shape)[: answers[i][0][0]] for i, part in zip(first, parts)]
+        [part.reshape(raw.shape)[: answers[i][0][0]] for i, part in zip(first, parts, strict=True)]
     )
 
 

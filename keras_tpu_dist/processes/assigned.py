@@ -21,17 +21,29 @@ TIMES = "times"
 
 
 def note(variable: Any) -> None:
-    """Counts an assignment."""
+    """Counts an assignment.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
     _count.write(variable, _count.of(variable, 0) + 1)
 
 
 def times_of(variables: Sequence[Any]) -> list[int]:
-    """How often every variable was assigned since the processes compared them."""
+    """How often every variable was assigned since the processes compared them.
+
+    Args:
+        variables: The variables.
+    """
     return [_count.of(variable, 0) for variable in variables]
 
 
 def forget(variables: Sequence[Any]) -> None:
-    """Resets the counts: the variables are now equal in all processes."""
+    """Resets the counts: the variables are now equal in all processes.
+
+    Args:
+        variables: The variables.
+    """
     for variable in variables:
         if _count.of(variable, 0):
             _count.write(variable, 0)
@@ -43,12 +55,15 @@ def assignments(variables: Sequence[Any]) -> dict[str, int]:
     There is one checksum for all variables with a part at the same place, so that the message is
     short for a model with thousands of weights.
 
+    Args:
+        variables: The variables, the same in all processes.
+
     Returns:
         Empty if nothing was assigned. Otherwise, under `TIMES`, a checksum of the numbers of
         assignments, and one of the values for every place of a part on this process's devices.
     """
     checksums: dict[str, int] = {}
-    for index, (variable, times) in enumerate(zip(variables, times_of(variables))):
+    for index, (variable, times) in enumerate(zip(variables, times_of(variables), strict=True)):
         if times:
             counted = f"{index} {times} ".encode()
             checksums[TIMES] = zlib.crc32(counted, checksums.get(TIMES, 0))
@@ -58,20 +73,32 @@ def assignments(variables: Sequence[Any]) -> dict[str, int]:
 
 
 def differ(answers: Sequence[dict[str, int]]) -> bool:
-    """Whether processes assigned different values."""
+    """Whether processes assigned different values.
+
+    Args:
+        answers: The result of `assignments` in every process.
+    """
     if len({answer.get(TIMES) for answer in answers}) > 1:
         return True
     return parts_differ(answers)
 
 
 def parts_differ(answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether processes with a part of the same name have different checksums for it."""
+    """Whether processes with a part of the same name have different checksums for it.
+
+    Args:
+        answers: For every process, its checksums by the parts' names.
+    """
     first: dict[str, Any] = {}
     return any(first.setdefault(name, m) != m for answer in answers for name, m in answer.items())
 
 
 def sampled_bytes(array: Any) -> bytes:
-    """The bytes of a host array; for a large one, those of elements spread evenly over it."""
+    """The bytes of a host array; for a large one, those of elements spread evenly over it.
+
+    Args:
+        array: The array.
+    """
     flat = np.asarray(array).ravel()
     return flat[:: max(1, flat.size // _MOST_ELEMENTS)].tobytes()
 

@@ -50,6 +50,9 @@ class Channel:
     """This process's end of the channel.
 
     Args:
+        client: JAX's client of the coordination service.
+        process_id: This process.
+        num_processes: The number of processes.
         why_not: Takes the missing processes and the seconds so far, and returns the reason to stop
             waiting, or `None`.
     """
@@ -69,43 +72,56 @@ class Channel:
         self._calls = 0
 
     def write(self, topic: str, value: Any) -> None:
-        """Writes an entry that all processes can read."""
+        """Writes an entry that all processes can read.
+
+        Args:
+            topic: A name; it replaces this process's earlier entry for it.
+            value: Plain data, for JSON.
+        """
         key = f"{_PREFIX}/{topic}/{self._process_id}"
         self._client.key_value_set(key, encoded(value), allow_overwrite=True)
 
     def read(self, topic: str) -> dict[int, Any]:
-        """The entries of the processes that have written one, by their numbers."""
+        """The entries of the processes that have written one, by their numbers.
+
+        Args:
+            topic: A name.
+        """
         return {i: decoded(text, where=f"{topic}/{i}") for i, text in self._texts(topic).items()}
 
     def read_valid(self, topic: str, convert: Callable[[Any], Any]) -> dict[int, Any]:
         """Like `read`, but an entry that cannot be converted counts as missing and is logged once.
 
         The watch uses it: a stranger's entry must not end a run.
+
+        Args:
+            topic: A name.
+            convert: A function from an entry to its value; it raises for one of another form.
         """
-        found = {}
+        values = {}
         for i, text in self._texts(topic).items():
             try:
-                found[i] = convert(decoded(text))
+                values[i] = convert(decoded(text))
             except (PeerError, *MALFORMED):
                 log_once(
                     f"a malformed entry {topic!r} of the host channel is ignored; see SECURITY.md",
                     logging.WARNING,
                 )
-        return found
+        return values
 
     def _texts(self, topic: str) -> dict[int, str]:
-        found = {}
+        texts = {}
         for key, text in self._client.key_value_dir_get(f"{_PREFIX}/{topic}/"):
             name = key.rpartition("/")[2]
             if name in self._names:
-                found[int(name)] = text
+                texts[int(name)] = text
             else:
                 log_once(
                     "the host channel has entries that no process of this run wrote; they are "
                     "ignored; see SECURITY.md",
                     logging.WARNING,
                 )
-        return found
+        return texts
 
     def agree(
         self,
@@ -121,6 +137,8 @@ class Channel:
 
         Args:
             what: The action, in the same words in all processes: `"fit of model 'a'"`.
+            fix: The fix for the error if the actions differ.
+            value: Plain data for the others.
             reduce: Combines the values of all processes to plain data, in process 0. Without it,
                 all processes get the different values.
 
@@ -136,7 +154,13 @@ class Channel:
         return agreement.as_reader(value) if self._process_id else agreement.as_writer(value)
 
     def awaited(self, topic: str, number: int, timeout_s: float) -> str | None:
-        """The text that a process wrote, or will write within some time; else `None`."""
+        """The text that a process wrote, or will write within some time; else `None`.
+
+        Args:
+            topic: A name.
+            number: The process.
+            timeout_s: The longest time to wait, in seconds.
+        """
         key, timeout_ms = f"{_PREFIX}/{topic}/{number}", max(1, round(1000 * timeout_s))
         try:
             return self._client.blocking_key_value_get(key, timeout_ms)
@@ -146,7 +170,11 @@ class Channel:
             raise
 
     def forget(self, topic: str) -> None:
-        """Deletes the entries of all processes."""
+        """Deletes the entries of all processes.
+
+        Args:
+            topic: A name.
+        """
         self._client.key_value_delete(f"{_PREFIX}/{topic}")
 
     @property
@@ -206,9 +234,9 @@ class _Agreement:
                 result = content = self._reduce(every)
             else:
                 result, content = every, None if kind == _SAME else _compact(every)
-        except _Disagreement as found:
-            self._write_failure([found.failed, found.received])
-            raise _error(found.failed, found.received, self._fix) from None
+        except _Disagreement as difference:
+            self._write_failure([difference.failed, difference.received])
+            raise _error(difference.failed, difference.received, self._fix) from None
         except PeerError as error:
             self._write_failure(str(error))
             raise
@@ -366,13 +394,21 @@ _opener: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def opened(channel: Channel | None) -> None:
-    """Sets this process's channel."""
+    """Sets this process's channel.
+
+    Args:
+        channel: The channel, or `None` to have none.
+    """
     global _open
     _open = channel
 
 
 def opened_by(opener: Callable[[], None]) -> None:
-    """Sets the function that opens the channel on first use."""
+    """Sets the function that opens the channel on first use.
+
+    Args:
+        opener: Called without arguments.
+    """
     global _opener
     _opener = opener
 

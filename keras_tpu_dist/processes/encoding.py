@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.marked import NUMBERS
 
 # Plain data takes up to about twenty times the bytes of its text. The largest text of this package,
 # with the checksums of a model's weights, has about a hundredth of this.
@@ -24,26 +24,6 @@ MOST_BYTES = 16 * 2**20
 _MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
 # Code that reads a message may call itself for each level.
 _MOST_DEPTH = 32
-_NUMBERS = frozenset(
-    str(np.dtype(kind))
-    for kind in (
-        np.bool_,
-        np.int8,
-        np.int16,
-        np.int32,
-        np.int64,
-        np.float16,
-        np.float32,
-        np.float64,
-        np.uint8,
-        np.uint16,
-        np.uint32,
-        np.uint64,
-        np.complex64,
-        np.complex128,
-        *(k for k in vars(ml_dtypes).values() if isinstance(k, type) and issubclass(k, np.generic)),
-    )
-)
 _TEXTS = re.compile(r"object|[<>|=]?[OSU]\d{0,9}")
 # What Python raises if plain data has another form than the one it is read as.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -54,12 +34,20 @@ class PeerError(RuntimeError):
 
 
 def encoded(value: Any) -> str:
-    """Plain data as text: `None`, a bool, a number, a string, or lists and dicts of these."""
+    """Plain data as text: `None`, a bool, a number, a string, or lists and dicts of these.
+
+    Args:
+        value: `None`, a bool, a number, a string, or lists and dicts of these.
+    """
     return json.dumps(value)
 
 
 def decoded(text: str, *, where: str = "a message") -> Any:
     """Decodes plain data from a text.
+
+    Args:
+        text: The text of another process, or of a stranger.
+        where: The source of the text, for errors.
 
     Raises:
         PeerError: If it is anything else.
@@ -84,11 +72,17 @@ def _is_nested(value: Any, most: int) -> bool:
 
 
 def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
-    """Raises unless a process could have an array of this shape and dtype."""
+    """Raises unless a process could have an array of this shape and dtype.
+
+    Args:
+        shape: Its shape, as the process described it.
+        dtype: Its dtype, as the process described it.
+        where: The array's name for errors.
+    """
     with contextlib.suppress(*MALFORMED):
         plain = len(shape) <= _MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
-        if plain and (dtype in _NUMBERS or _TEXTS.fullmatch(dtype)):
-            item = np.dtype(dtype).itemsize if dtype in _NUMBERS else 1
+        if plain and (dtype in NUMBERS or _TEXTS.fullmatch(dtype)):
+            item = np.dtype(dtype).itemsize if dtype in NUMBERS else 1
             if math.prod(shape) * item <= _MOST_BYTES_OF_AN_ARRAY:
                 return
     raise malformed(where, f"an impossible array: {str([shape, dtype])[:80]}")

@@ -36,8 +36,7 @@ class Preemption:
         noted: Whether the signal came, and was not passed on yet.
     """
 
-    def __init__(self, listens: bool = True, grace_s: float = GRACE_S):
-        self.listens = listens
+    def __init__(self, grace_s: float = GRACE_S):
         self.noted = False
         self._grace_s = grace_s
         self._first_s, self._times = 0.0, 0
@@ -49,7 +48,7 @@ class Preemption:
         self.noted = self._looked_at_end = False
         self._times = 0
         main = threading.current_thread() is threading.main_thread()
-        if self.listens and jax.process_count() == 1 and main:
+        if jax.process_count() == 1 and main:
             before = signal.signal(signal.SIGTERM, self._note)
             self._before = signal.SIG_DFL if before is None else before
 
@@ -74,17 +73,16 @@ class Preemption:
 
     def comes(self) -> bool:
         """Whether to end after this launch, the same in all processes."""
-        if jax.process_count() > 1 and self.listens and not self.noted:
+        if jax.process_count() > 1 and not self.noted:
             # JAX returns True only once.
             self.noted = multihost_utils.reached_preemption_sync_point(next(_looks))
         return self.noted
 
-    def comes_at_end(self) -> bool:
-        """Whether to end after this fit; `stop` then handles the recorded signal."""
+    def comes_at_end(self) -> None:
+        """Looks for the signal after a fit; `stop` then handles it."""
         if not self._looked_at_end:
             self._looked_at_end = True
             self.comes()
-        return self.noted
 
     def end(self) -> None:
         """Ends the process, or continues to listen if the program's own handler returns."""

@@ -21,7 +21,14 @@ _FIX = (
 
 
 def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
-    """Writes a model's file: only in process 0, if several processes have parts of the weights."""
+    """Writes a model's file: only in process 0, if several processes have parts of the weights.
+
+    Args:
+        stock: Keras's function, which writes it.
+        model: The model.
+        filepath: The file.
+        *args, **kwargs: Further arguments of `stock`.
+    """
     if not any(_on_several_hosts(v) for v in model.variables):
         return stock(model, filepath, *args, **kwargs)
     agree(f"saving model {model.name!r} to {filepath}", _FIX)
@@ -77,7 +84,11 @@ def _assigned(stock, variable: Any, value: Any) -> None:
 
 
 def print_in_one_process(process_id: int) -> None:
-    """Leaves Keras's progress bars and messages to process 0."""
+    """Leaves Keras's progress bars and messages to process 0.
+
+    Args:
+        process_id: This process.
+    """
     if process_id:
         keras.config.disable_interactive_logging()
 

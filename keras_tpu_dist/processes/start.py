@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common import recorder, records
-from keras_tpu_dist.common.checks import Seconds, is_count, known_words
+from keras_tpu_dist.common.checks import Seconds, checked_arguments, is_count
 from keras_tpu_dist.common.errors import message, runtime_error, value_error
 from keras_tpu_dist.common.launched import (
     COORDINATOR,
@@ -45,10 +44,21 @@ _POLL_LAUNCHER_S = 0.5
 _LOOPBACK = ("localhost", "::1", "[::1]")
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _NOTHING = (None, None, None)
-_FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
+# Where JAX reads all three of them, if none is given: the variables that it needs, the first of
+# which says that there is such a job; the one with the number of processes; what starts them.
+_CLUSTERS = {
+    "Open MPI": (("OMPI_MCA_orte_hnp_uri",), "OMPI_COMM_WORLD_SIZE", "mpirun python train.py"),
+    "SLURM": (
+        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+        "SLURM_NTASKS",
+        "srun python train.py",
+    ),
+}
+_CALL = 'ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0)'
+_FIX = f"Write {_CALL}."
 
 
-@known_words
+@checked_arguments
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -94,9 +104,8 @@ def initialize(
     if jax.distributed.is_initialized():
         _check_same(given)
         watch_peers(peer_timeout_s)
-        _record_goodput()
         return
-    if _alone and given == _NOTHING:
+    if given == _NOTHING and (_alone or _is_only_host()):
         return
     if _keras.jax_backend_started():
         raise runtime_error(
@@ -116,21 +125,15 @@ def initialize(
             )
         except ValueError as error:
             _no_cluster(given, error)
-            _record_goodput()
             return
-    watch_peers(peer_timeout_s, together=True)
-    _record_goodput()
-
-
-def _record_goodput() -> None:
-    """Lets process 0 record how its time is spent, if a launcher has named a file."""
-    path = os.environ.pop(records.GOODPUT, None)
-    if path and _keras.started_as()[2] in (None, 0):
-        try:
-            recorder.begin(path)
         except OSError as error:
-            # The launcher could write the file at the start of the run.
-            logger.warning("goodput is not recorded: %s cannot be written: %s", path, error)
+            raise runtime_error(
+                "On a TPU VM, JAX asks the metadata server which hosts train together.",
+                received=f"no answer: {error}",
+                fix="If this host trains alone, leave ktd.initialize() out. Otherwise write "
+                f"{_CALL}.",
+            ) from error
+    watch_peers(peer_timeout_s, together=True)
 
 
 def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:
@@ -150,35 +153,66 @@ def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) 
         if jax.process_count() > 1:
             log_once(_NO_COORDINATOR, logging.WARNING)
         return
-    _, number, own = _keras.started_as()
-    if number == 1:
+    _, num_processes, process_id = _keras.started_as()
+    if num_processes == 1:
         return
-    logger.info("process %d of %d", own, number)
-    channel = Channel(_keras.coordination_client(), own, number)
+    logger.info("process %d of %d", process_id, num_processes)
+    channel = Channel(_keras.coordination_client(), process_id, num_processes)
     silent_s = PEER_TIMEOUT_S if peer_timeout_s is None else peer_timeout_s
-    watching = watch.start(channel, own, number, silent_s, together=together)
+    watching = watch.start(channel, process_id, num_processes, silent_s, together=together)
     channel.why_not = watching.why_not
     opened(channel)
-    print_in_one_process(own)
+    print_in_one_process(process_id)
 
 
 opened_by(watch_peers)
 
 
+def _is_only_host() -> bool:
+    """Whether the variables of TPUs name this host alone, as those of Kaggle do.
+
+    JAX would ask a metadata server for other slices, which Kaggle does not reach.
+    """
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES"))
+    slices = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    return bool(hosts) and "," not in hosts and slices == "1" and _cluster() is None
+
+
+def _cluster() -> str | None:
+    """The scheduler in whose job this process is, by the variables that it sets."""
+    return next((name for name, ((mark, *_), *_) in _CLUSTERS.items() if mark in os.environ), None)
+
+
 def _no_cluster(given: tuple, error: ValueError) -> None:
     """JAX found no cluster: one process if nothing was given, an error if only a part was."""
     global _alone
+    hint, cluster = "", _cluster()
+    if given == _NOTHING and cluster is not None:
+        needed, count, start = _CLUSTERS[cluster]
+        missing = [name for name in needed if name not in os.environ]
+        variables = {name: os.environ[name] for name in (*needed, count) if name in os.environ}
+        if not missing:
+            raise value_error(
+                f"The variables of {cluster} say which of how many processes this one is.",
+                received=f"{variables}, of which JAX says: {error}.",
+                fix=f"Start the program with `{start}`, and set none of them yourself.",
+            ) from error
+        if os.environ.get(count, "1") != "1":
+            hint = (
+                f". This is a {cluster} job of {os.environ[count]} tasks, without "
+                f"{', '.join(missing)}: to run in all of them, start with `{start}`"
+            )
     if given != _NOTHING:
         raise value_error(
             "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), give all of "
             "coordinator, num_processes and process_id, or none.",
-            received=dict(zip(_ARGUMENTS, given)),
+            received=dict(zip(_ARGUMENTS, given, strict=True)),
             fix=_FIX,
         ) from error
     _alone = True
     log_once(
         "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and got no "
-        "coordinator: this program runs as one process",
+        f"coordinator: this program runs as one process{hint}",
         logging.WARNING,
     )
 
@@ -186,16 +220,9 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
 @contextlib.contextmanager
 def _deadline(timeout_s: float, given: tuple) -> Iterator[None]:
     """Ends the process if others do not join: JAX would abort it without a reason."""
-    text = message(
-        "All processes must call ktd.initialize().",
-        received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
-        fix="Start all of them with the same coordinator and num_processes and with different "
-        "values of process_id, on hosts that can reach the coordinator's port; raise "
-        "timeout_s if they start slowly.",
-    )
 
     def end() -> None:
-        logger.critical("%s", text)
+        logger.critical("%s", _not_all_came(given, timeout_s))
         os._exit(EXIT_UNAVAILABLE)
 
     timer = threading.Timer(timeout_s, end)
@@ -205,6 +232,33 @@ def _deadline(timeout_s: float, given: tuple) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _not_all_came(given: tuple, timeout_s: float) -> str:
+    fix = (
+        "Start all of them with the same coordinator and num_processes and with different "
+        "values of process_id, on hosts that can reach the coordinator's port; raise "
+        "timeout_s if they start slowly."
+    )
+    cluster, started = _cluster() if None in given else None, _keras.started_as()
+    source = {}
+    if cluster is not None:
+        _, count, start = _CLUSTERS[cluster]
+        source = {"found by JAX in": f"{cluster} ({count}={os.environ.get(count)})"}
+        fix = (
+            f"{cluster} must start this program in each of its tasks (`{start}`), on hosts that "
+            "can reach the coordinator's port; raise timeout_s if they start slowly."
+        )
+    elif None in given and started[0] is not None:
+        source = {"found by JAX in": "the environment"}
+    return message(
+        "All processes must call ktd.initialize().",
+        # Without a coordinator JAX is still looking for one.
+        received=dict(zip(_ARGUMENTS, given if started[0] is None else started, strict=True))
+        | source
+        | {"waited_s": timeout_s},
+        fix=fix,
+    )
 
 
 def _bind_address(coordinator: str | None) -> str | None:
@@ -245,8 +299,8 @@ def _lives(process: int) -> bool:
 def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | None, int | None]:
     """The arguments, or the launcher's if there are none."""
     if (coordinator, num_processes, process_id) == _NOTHING and COORDINATOR in os.environ:
-        number, own = os.environ[NUM_PROCESSES], os.environ[PROCESS_ID]
-        return os.environ[COORDINATOR], int(number), int(own)
+        number, process = os.environ[NUM_PROCESSES], os.environ[PROCESS_ID]
+        return os.environ[COORDINATOR], int(number), int(process)
     return coordinator, num_processes, process_id
 
 
@@ -260,16 +314,16 @@ def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
         return
     raise value_error(
         "The coordinator is host:port, and process_id counts from 0 to num_processes - 1.",
-        received=dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id))),
+        received=dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id), strict=True)),
         fix=_FIX,
     )
 
 
 def _check_same(given: tuple) -> None:
     started = _keras.started_as()
-    if any(new not in (None, old) for new, old in zip(given, started)):
+    if any(new not in (None, old) for new, old in zip(given, started, strict=True)):
         raise runtime_error(
             "A process can be initialized only once.",
-            received=dict(zip(_ARGUMENTS, given)) | {"initialized as": started},
+            received=dict(zip(_ARGUMENTS, given, strict=True)) | {"initialized as": started},
             fix="Leave the second call out.",
         )

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common import launched as launchers
-from keras_tpu_dist.common import recorder
 from keras_tpu_dist.common.launched import EXIT_PEER as EXIT_PEER
 from keras_tpu_dist.processes.channel import (
     ENDED,
@@ -59,6 +58,9 @@ class Watch:
     beats needs three requests per process. Once process 0 is gone, every process reads all entries.
 
     Args:
+        channel: The host channel.
+        process_id: This process.
+        num_processes: The number of processes.
         peer_timeout_s: Seconds of silence after which a process counts as dead.
         together: Whether all processes start their watch at the same time. If not, one that has not
             written yet may still come.
@@ -115,6 +117,7 @@ class Watch:
         """Records the position of this process, for the others' errors; returns the previous one.
 
         Args:
+            where: The position, in words.
             inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that all
                 make, at `LAUNCH` of a program that all run.
         """
@@ -129,6 +132,10 @@ class Watch:
     def launched(self, output: jax.Array | None) -> None:
         """Records a launch: until its output is ready, this process may wait for the others'
         launches.
+
+        Args:
+            output: An output of the program, small because it is kept until the next launch; `None`
+                if there is none.
         """
         self._output = output
 
@@ -145,6 +152,10 @@ class Watch:
         A live process that is on its way is waited for, however long that takes. A process is not
         on its way if it is still inside a call that all had begun, or in a launch that this process
         did not make.
+
+        Args:
+            missing: The numbers of the missing processes.
+            waited_s: The seconds waited so far.
         """
         gone = {**self._read_ends(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
@@ -160,7 +171,11 @@ class Watch:
         return Absence(STUCK, f"still {waiting[0]} after {self._peer_timeout_s:g} s")
 
     def failed(self, error: str) -> None:
-        """Writes for the others that this process ends by an error, and ends it."""
+        """Writes for the others that this process ends by an error, and ends it.
+
+        Args:
+            error: The error's text.
+        """
         self._end_watch()
         self._write_end(Absence(FAILED, f"failed {self._where} with {error[:_MOST_WORDS]}"))
         self._wait_for_readers(self._num_processes - 1)
@@ -328,7 +343,6 @@ def _call(where: str) -> str:
 
 
 def _exit(code: int) -> None:
-    recorder.write_rest()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -359,7 +373,11 @@ def at(where: str, inside: int) -> tuple[str, int] | None:
 
 
 def launched(outputs: Any) -> None:
-    """Records a launch, if this process is one of several. See `Watch.launched`."""
+    """Records a launch, if this process is one of several. See `Watch.launched`.
+
+    Args:
+        outputs: A structure of the program's outputs.
+    """
     if _watch is None:
         return
     arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
@@ -369,7 +387,12 @@ def launched(outputs: Any) -> None:
 
 @contextlib.contextmanager
 def during(what: str, inside: int) -> Iterator[None]:
-    """The context of a call that all processes make, for the others' errors."""
+    """The context of a call that all processes make, for the others' errors.
+
+    Args:
+        what: The call, in words that are the same everywhere.
+        inside: See `Watch.at`.
+    """
     outer = at(f"in {what}", inside)
     try:
         yield

@@ -49,7 +49,11 @@ class Called:
 
 
 def calls(equation: Any) -> list[Called]:
-    """The programs that an equation calls, all of one kind but for the condition of a `while`."""
+    """The programs that an equation calls, all of one kind but for the condition of a `while`.
+
+    Args:
+        equation: The equation.
+    """
     name = equation.primitive.name
     if name in _OF_NUMBERS:
         return []
@@ -79,7 +83,11 @@ def is_recomputed(equation: Any) -> bool:
 
 
 def rank(atom: Any) -> int:
-    """The number of dimensions of a value; none for tokens and references without a shape."""
+    """The number of dimensions of a value; none for tokens and references without a shape.
+
+    Args:
+        atom: A value of a program, a variable or a literal.
+    """
     return len(getattr(atom.aval, "shape", ()))
 
 

@@ -53,6 +53,9 @@ class Dimensions:
 def dimensions(equation: Any) -> Dimensions | None:
     """What becomes of the dimensions of an equation's operands.
 
+    Args:
+        equation: The equation.
+
     Returns:
         Its dimensions, or `None` if the primitive is not in the table: nothing is known then, or,
         of one that calls a program, what `calls` says.
@@ -63,6 +66,10 @@ def dimensions(equation: Any) -> Dimensions | None:
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
     """The dimensions that a reshape joins, splits or leaves, the fewest at a time.
+
+    Args:
+        before: The shape before.
+        after: The shape after.
 
     Yields:
         Dimensions before, and those of the same product after. Of size one, the last may be left
@@ -105,7 +112,9 @@ def _reshape(equation: Any) -> Dimensions:
 def _ends(shape: Sequence[int], group: Iterable[int]) -> dict[int, int]:
     """Of dimensions larger than one, the product of the sizes up to each."""
     taken = [d for d in group if shape[d] > 1]
-    return dict(zip(taken, itertools.accumulate((shape[d] for d in taken), lambda a, b: a * b)))
+    return dict(
+        zip(taken, itertools.accumulate((shape[d] for d in taken), lambda a, b: a * b), strict=True)
+    )
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -323,7 +332,8 @@ _RULES: dict[str, Callable[[Any], Dimensions]] = {
         _windows,
     ),
     "pad": _pad,
-    **dict.fromkeys(["iota", "random_bits", "random_seed", "random_wrap", "axis_index"], _nothing),
+    **dict.fromkeys(["iota", "axis_index"], _nothing),
+    **dict.fromkeys(["random_bits", "random_seed", "random_split", "random_wrap"], _nothing),
     **dict.fromkeys(
         [
             "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
@@ -358,6 +368,8 @@ SHAPES = {
     "dynamic_slice": "slice_sizes",
     "gather": "slice_sizes",
     "iota": "shape",
+    "random_bits": "shape",
+    "random_split": "shape",
     "reshape": "new_sizes",
     "slice": "limit_indices",
 }

@@ -1,14 +1,15 @@
-"""Executables found again by the text of their programs.
+"""Equal programs, by their texts, and executables that are found again by them.
 
 JAX finds an executable by the function that was traced. A model that is compiled or built again has
 other functions, whose programs may be equal to the last character.
 """
 
 import hashlib
+import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,36 @@ _MOST = 64
 _MOST_BYTES = 256 * 2**20
 
 # A text with these words does not say everything: functions in Python are only numbered in it.
-_INCOMPLETE = ("callback", "CustomSPMDPartitioning", "stablehlo.send", "stablehlo.infeed")
+_INCOMPLETE = (
+    "callback", "custom_partitioning", "CustomSPMDPartitioning", "custom_vmap_call",
+    "stablehlo.send", "stablehlo.infeed",
+)  # fmt: skip
 _NAME_OF_RESULT = r'jax\.result_info = "[^"]*"'
 # Constants of more bytes are not compared.
 _MOST_OF_CONSTANTS = 2**20
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Layouts that leave every dimension to the compiler, as `None` does: functions that JAX traces once
+# have the one or the other, depending on their first call.
+_ANY_LAYOUT = re.compile(
+    r"NamedSharding\(mesh=AbstractMesh\([^()]*axis_types=\((?:Auto,? ?)+\)[^()]*\), "
+    r"spec=P(?:artitionSpec)?\((?:None,? ?)*\)[^()]*\)"
+)
+
+
+def text_of(jaxpr: Any) -> Hashable | None:
+    """The text of a traced program without addresses in memory, and its arrays.
+
+    Programs with equal texts compute the same from their inputs, if they are not differentiated
+    further: a text has only the names of rules for gradients.
+
+    Returns:
+        The text; `None` for a program whose text does not say everything.
+    """
+    constants = _constants(jaxpr, math.inf)
+    text = _ANY_LAYOUT.sub("None", _ADDRESS.sub("", str(jaxpr)))
+    if constants is None or any(word in text for word in _INCOMPLETE):
+        return None
+    return text, constants
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,7 @@ def key_of(
         The key; `None` for a program whose text does not say everything.
     """
     traced = program.trace(*args)
-    constants = _constants(traced.jaxpr)
+    constants = _constants(traced.jaxpr, _MOST_OF_CONSTANTS)
     if constants is None:
         return None
     lowered = traced.lower()
@@ -153,7 +180,7 @@ def _inputs(jaxpr: Any) -> tuple[tuple, tuple]:
     return used, tuple(places.get(id(output)) for output in graph.outputs)
 
 
-def _constants(jaxpr: Any) -> str | None:
+def _constants(jaxpr: Any, most_bytes: float) -> str | None:
     """A hash of the arrays in a program, or `None` if they are too large to compare.
 
     JAX may pass arrays to a compiled program whose text has only their shapes.
@@ -162,6 +189,7 @@ def _constants(jaxpr: Any) -> str | None:
 
     def has_any(equation: Any) -> bool:
         arrays.extend(a.val for a in equation.invars if isinstance(a, core.Literal))
+        arrays.extend(v for v in _leaves(equation.params.values()) if isinstance(v, np.ndarray))
         for inner in inner_jaxprs(equation):
             arrays.extend(getattr(inner, "consts", ()))
         return False
@@ -169,7 +197,7 @@ def _constants(jaxpr: Any) -> str | None:
     arrays.extend(jaxpr.consts)
     any_equation(jaxpr, has_any)
     arrays = [jax.random.key_data(array) if is_key(array) else array for array in arrays]
-    if sum(getattr(array, "nbytes", 0) for array in arrays) > _MOST_OF_CONSTANTS:
+    if sum(getattr(array, "nbytes", 0) for array in arrays) > most_bytes:
         return None
     found = hashlib.sha256()
     for array in arrays:
@@ -178,3 +206,11 @@ def _constants(jaxpr: Any) -> str | None:
         value = np.asarray(array)
         found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     return found.hexdigest()
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        else:
+            yield value

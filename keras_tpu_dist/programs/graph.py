@@ -3,13 +3,13 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from keras_tpu_dist.programs.calls import is_recomputed, program_of
+from keras_tpu_dist.programs.calls import Called, calls, is_recomputed, program_of
 from keras_tpu_dist.programs.jaxprs import (
     constants_of,
     function_of,
@@ -18,6 +18,8 @@ from keras_tpu_dist.programs.jaxprs import (
     with_inputs,
 )
 
+# The name of operations that pass a value into a body that is read, or out of it.
+ENTER = "enter"
 # Operations that pass their operand's values on.
 SAME_VALUES = ("convert_element_type", "copy")
 
@@ -29,11 +31,13 @@ class Atom:
     Attributes:
         aval: Its shape and dtype.
         operation: The operation that computes it, `None` for an input or a constant.
+        devices: If it is one device's part of an array, the number of devices with such parts.
     """
 
     aval: Any
     operation: "Equation | None" = None
     constant: Any = None
+    devices: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,6 +52,8 @@ class Equation:
     Attributes:
         within: The calls of `jax.checkpoint` that it is in, from the outermost one.
         scope: The names of the layers around the calls that were inlined.
+        enters: Whether it is no more than a value on its way into the equation's body or out of it.
+        body: Of a loop whose body is read, the values that the body computes.
     """
 
     program: Any
@@ -56,14 +62,21 @@ class Equation:
     results: list[Atom] = field(default_factory=list)
     within: tuple["Equation", ...] = ()
     scope: str = ""
+    enters: bool = False
+    body: list[Atom] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
-        return self.equation.primitive.name
+        """The name of its primitive, or `ENTER`."""
+        return ENTER if self.enters else self.equation.primitive.name
 
     def run(self, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list:
-        """Computes its results."""
+        """Computes its results.
+
+        Args:
+            operands: Arrays.
+            params: Parameters of the equation to replace.
+        """
         inputs = [core.Var(atom.aval) for atom in self.equation.invars]
         given = {**self.equation.params, **(params or {})}
         return self._run(self.equation.replace(invars=inputs, params=given), operands)
@@ -105,6 +118,9 @@ class Graph:
         """Computes the outputs, and nothing that they do not need.
 
         Args:
+            inputs: Arrays.
+            instead: Replacements of operations.
+            run: Computes the results of an operation from its operands.
             after: Other values of outputs, by the `id` of their atoms. It gets a function from an
                 atom to its array.
         """
@@ -197,20 +213,44 @@ def traced_step(step: Callable, state: Any, data: Any) -> tuple[Graph, list, Any
     return graph_of(jaxpr, recomputed=False), jax.tree.leaves((state, data)), shapes
 
 
-def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
+def graph_of(jaxpr: Any, recomputed: bool = True, bodies: bool = False) -> Graph:
     """Reads a program.
 
     Args:
         jaxpr: The program; of a `Jaxpr` constants are not known, so it cannot be evaluated.
         recomputed: Whether to look into calls of `jax.checkpoint`, whose operations are then
             recomputed where the graph is evaluated, too. Otherwise the calls are operations.
+        bodies: Whether to look into every program that is called once or a known number of times
+            instead: loops, programs for one of several devices, and calls with rules of their own,
+            too. Operations with the name `ENTER` pass values in and out. Such a graph is to be
+            read; it cannot be evaluated.
     """
     inputs = [Atom(invar.aval) for invar in opened(jaxpr).invars]
-    operations: list[Equation] = []
+    reader = _Reader(recomputed, bodies)
+    outputs = reader.read(jaxpr, inputs)
+    return Graph(inputs, reader.operations, outputs)
+
+
+class _Reader:
+    """Reads a program and those that it calls. See `graph_of`."""
+
+    def __init__(self, recomputed: bool, bodies: bool):
+        self.operations: list[Equation] = []
+        self._recomputed, self._bodies = recomputed, bodies
 
     def read(
-        jaxpr: Any, inputs: list[Atom], within: tuple[Equation, ...], scope: str
+        self,
+        jaxpr: Any,
+        inputs: list[Atom],
+        within: tuple[Equation, ...] = (),
+        scope: str = "",
+        devices: int = 1,
     ) -> list[Atom]:
+        """Reads the operations of a program, and returns its results.
+
+        Args:
+            devices: The number of devices for each of which the program runs.
+        """
         program = opened(jaxpr)
         known = dict(zip(program.invars, inputs, strict=True))
         constants = getattr(jaxpr, "consts", [None] * len(program.constvars))
@@ -225,22 +265,60 @@ def graph_of(jaxpr: Any, recomputed: bool = True) -> Graph:
         for equation in program.eqns:
             operands = list(map(of, equation.invars))
             operation = Equation(program, equation, operands, within=within, scope=scope)
-            again = is_recomputed(equation)
-            if program_of(equation) is not None and (recomputed or not again):
-                (inner,) = inner_jaxprs(equation)
-                calls = (*within, operation) if again else within
-                own = str(equation.source_info.name_stack)
-                # What is recomputed is a call again, with its names.
-                names = "" if again else "/".join(filter(None, (scope, own)))
-                results = read(inner, operands, calls, names)
+            if self._is_inlined(equation):
+                results = self._inlined(operation)
+            elif self._bodies and (called := _one_body(equation)):
+                results = self._with_body(operation, called, devices)
             else:
-                results = [Atom(outvar.aval, operation) for outvar in equation.outvars]
-                operation.results = results
-                operations.append(operation)
+                results = self._kept(operation, devices)
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(of, program.outvars))
 
-    return Graph(inputs, operations, read(jaxpr, inputs, (), ""))
+    def _is_inlined(self, equation: Any) -> bool:
+        whole = not self._bodies and program_of(equation) is not None
+        return whole and (self._recomputed or not is_recomputed(equation))
+
+    def _inlined(self, operation: Equation) -> list[Atom]:
+        equation, within, scope = operation.equation, operation.within, operation.scope
+        (inner,) = inner_jaxprs(equation)
+        if is_recomputed(equation):
+            # What is recomputed is a call again, with its names.
+            return self.read(inner, operation.operands, (*within, operation))
+        names = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+        return self.read(inner, operation.operands, within, names)
+
+    def _kept(self, operation: Equation, devices: int) -> list[Atom]:
+        outvars = operation.equation.outvars
+        operation.results = [Atom(outvar.aval, operation, devices=devices) for outvar in outvars]
+        self.operations.append(operation)
+        return operation.results
+
+    def _with_body(self, operation: Equation, called: Called, devices: int) -> list[Atom]:
+        inner = devices * called.devices
+        pairs = zip(called.operands, called.jaxpr.invars, strict=True)
+        inputs = [
+            self._passed(operation, operation.operands[i], invar.aval, inner) for i, invar in pairs
+        ]
+        body = self.read(called.jaxpr, inputs, devices=inner)
+        if called.kind == "loop":
+            # It writes the values that it carries and stacks.
+            operation.body = body
+            return self._kept(operation, devices)
+        made = zip(body, operation.equation.outvars, strict=True)
+        return [self._passed(operation, atom, outvar.aval, devices) for atom, outvar in made]
+
+    def _passed(self, operation: Equation, atom: Atom, aval: Any, devices: int) -> Atom:
+        """A value on the other side of a body's border."""
+        way = replace(operation, operands=[atom], enters=True)
+        way.results = [Atom(aval, way, devices=devices)]
+        self.operations.append(way)
+        return way.results[0]
+
+
+def _one_body(equation: Any) -> Called | None:
+    """The one program that an equation runs, if it is known how often."""
+    called = calls(equation)
+    return called[0] if len(called) == 1 and called[0].kind in ("call", "loop") else None
 
 
 def _by_call(

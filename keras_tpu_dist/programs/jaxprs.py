@@ -10,12 +10,20 @@ from jax.extend import core
 
 
 def opened(jaxpr: Any) -> Any:
-    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two."""
+    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two.
+
+    Args:
+        jaxpr: Either of the two.
+    """
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a program."""
+    """Whether a parameter of an equation is a program.
+
+    Args:
+        value: The value of the parameter.
+    """
     return isinstance(value, (core.ClosedJaxpr, core.Jaxpr))
 
 
@@ -59,7 +67,13 @@ def function_of(
 def with_constants(
     jaxpr: Any, constants: Mapping[Any, Any], inputs: Sequence[Any] | None = None
 ) -> Any:
-    """The program with other constants."""
+    """The program with other constants.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+        constants: The value of each variable.
+        inputs: The variables of its inputs. Defaults to those that it has.
+    """
     program, values = opened(jaxpr), list(constants.values())
     inputs = list(program.invars if inputs is None else inputs)
     variables: dict[str, Any] = {"constvars": list(constants), "invars": inputs}
@@ -69,12 +83,21 @@ def with_constants(
 
 
 def constants_of(jaxpr: Any) -> dict[Any, Any]:
-    """The constants of a program by their variables."""
+    """The constants of a program by their variables.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+    """
     return dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
 
 def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
-    """The program with some of its constants as further inputs, the last ones."""
+    """The program with some of its constants as further inputs, the last ones.
+
+    Args:
+        jaxpr: The program; a `ClosedJaxpr`.
+        variables: The variables of the constants.
+    """
     chosen = set(variables)
     others = {
         variable: value for variable, value in constants_of(jaxpr).items() if variable not in chosen
@@ -83,7 +106,11 @@ def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
 
 
 def manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes over which a `shard_map` runs its program once for each device."""
+    """The mesh axes over which a `shard_map` runs its program once for each device.
+
+    Args:
+        equation: The `shard_map`.
+    """
     parameters = equation.params
     # jax 0.10.1 calls them by the second name
     names = ("newly_manual_axes", "manual_axes")
@@ -91,7 +118,11 @@ def manual_axes(equation: Any) -> frozenset[str]:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs that an equation calls."""
+    """The programs that an equation calls.
+
+    Args:
+        equation: The equation.
+    """
     for value in equation.params.values():
         if isinstance(value, (tuple, list)):
             yield from (entry for entry in value if is_jaxpr(entry))
@@ -103,6 +134,7 @@ def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
     """The equation with `edit` applied to each program that it calls; itself if none changes.
 
     Args:
+        equation: The equation.
         edit: From a program to another one, or to the same object where nothing changes.
     """
     changed = {}
@@ -129,6 +161,11 @@ def any_equation(
     """Whether an equation of a program, or of one that it calls, has a property.
 
     Equations that are not of interest are passed by, and what they call.
+
+    Args:
+        jaxpr: The program.
+        holds: Whether an equation has the property.
+        of_interest: Whether an equation is of interest. Defaults to all.
     """
     seen: set[int] = set()
 
@@ -152,6 +189,7 @@ def replacement(equation: Any, function: Callable) -> list:
     """Equations that compute an equation's results by another function.
 
     Args:
+        equation: The equation.
         function: From its operands to its result, or to a list of them. It must not use arrays
             of its own.
 
@@ -168,7 +206,9 @@ def inserted(
     """Equations to stand beside an equation, with its place in the source code and its layer.
 
     Args:
+        equation: The equation.
         function: From the operands to a list of results. It must not use arrays of its own.
+        operands: What the function takes, of the equation's program.
         results: The variables of its results; `None` for new ones.
     """
     inner = _traced(equation, function, operands)
@@ -180,6 +220,7 @@ def surrounded(equation: Any, before: Callable, after: Callable) -> list:
     """An equation whose operands and results pass through functions.
 
     Args:
+        equation: The equation.
         before: From its operands to as many of the same shapes.
         after: From its results to as many of the same shapes.
     """

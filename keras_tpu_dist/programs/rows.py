@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,6 +35,8 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "reduce_xor": lambda dtype: 0,
 }
 
+# They draw by a key: with the default generator, the first rows of more are those of fewer.
+_DRAWS = ("random_bits", "random_split")
 # They make rows of nothing: each row is what its number says, or what all rows are.
 _MAKE_ROWS = ("broadcast_in_dim", "iota")
 
@@ -217,6 +220,9 @@ class _Pair:
         if made.name == "reshape":
             _check_reshape(made, rows, results)
             return []
+        if made.name in _DRAWS:
+            _check_draw(made, rows, results)
+            return []
         if not rows and made.name not in _MAKE_ROWS:
             raise Differs(f"{_named(made)} is not known to make rows one by one")
         table = dimensions(made.equation)
@@ -259,6 +265,23 @@ def _check_called(made: Equation) -> None:
         raise Differs(f"{_named(made)} is not known to treat rows one by one")
     if made.name == "shard_map":
         raise Differs(f"{_named(made)} computes by device")
+
+
+def _check_draw(made: Equation, rows: dict[int, int], results: list) -> None:
+    """Checks that a draw of fewer rows is the beginning of that of more.
+
+    A number depends on the key and on its place in the flattened array, which further rows change
+    if they do not come first.
+
+    References:
+        https://docs.jax.dev/en/latest/jax.random.html, `jax_threefry_partitionable`.
+    """
+    generator = str(made.operands[0].aval.dtype)
+    if generator != "key<fry>" or not jax.config.jax_threefry_partitionable:
+        raise Differs(f"{_named(made)} draws by a generator ({generator}) that counts otherwise")
+    own_keys = rows.get(0) is not None and rows[0] == results[0]
+    if not own_keys and (rows or results[0] != len(made.operands[0].shape)):
+        raise Differs(f"{_named(made)} draws for all rows together")
 
 
 def _check_sum(

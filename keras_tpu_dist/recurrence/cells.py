@@ -24,6 +24,8 @@ class Activation:
     """An element-wise activation and its derivative.
 
     Args:
+        name: Its name in reports.
+        function: Maps `(..., units)` to the same shape, element by element.
         slope: The derivative written in terms of the activation's output, or None if it needs the
             input; then it is obtained with one `jax.jvp`.
     """
@@ -37,7 +39,11 @@ class Activation:
         return self.function(x)
 
     def with_slope(self, x: Array) -> tuple[Array, Array]:
-        """The activation of `x` and its derivative there."""
+        """The activation of `x` and its derivative there.
+
+        Args:
+            x: The activation's input, `(..., units)`.
+        """
         if self.slope is not None:
             y = self.function(x)
             return y, self.slope(y)
@@ -70,7 +76,11 @@ class Product:
     dtype: str | None = None
 
     def weight(self, weight: Array) -> Array:
-        """A weight, rounded once for many products."""
+        """A weight, rounded once for many products.
+
+        Args:
+            weight: The weight, of any shape, or an input that products read.
+        """
         return weight if self.dtype is None else weight.astype(self.dtype)
 
     def __call__(self, rows: Array, weight: Array) -> Array:
@@ -140,7 +150,11 @@ def split(x: Array, parts: int) -> list[Array]:
 
 
 def join(*parts: Array) -> Array:
-    """Joins along the last axis."""
+    """Joins along the last axis.
+
+    Args:
+        parts: Arrays `(..., width)`, which may differ in width only.
+    """
     return jnp.concatenate(parts, axis=-1)
 
 
@@ -166,15 +180,25 @@ class Cell:
         """One step: `(new state, the activations' inputs)`.
 
         Args:
+            product: How products with the recurrent kernel are computed.
             recurrent: `(..., units, gates * units)`.
             bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
             projected: The projected input including its bias, `(..., batch, gates * units)`.
+            state: The states before the step, each `(..., batch, units)`.
         """
         inputs = self.rebuild(product, recurrent, bias, projected, state)
         return self.after(inputs, state), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
-        """The activations' inputs of all steps, from the states before each step."""
+        """The activations' inputs of all steps, from the states before each step.
+
+        Args:
+            product: See `advance`.
+            recurrent: See `advance`.
+            bias: See `advance`.
+            projected: See `advance`, for all steps or for one.
+            previous: The states before these steps, each `(..., batch, units)`.
+        """
         del bias
         return projected + product(previous[0], recurrent)
 
@@ -212,6 +236,8 @@ class Cell:
         """One step backwards, with one product: `(cotangent of the state before, parts to emit)`.
 
         Args:
+            product: See `advance`.
+            recurrent: See `advance`.
             coefficients: The result of `coefficients` for this step.
             cotangent: Cotangents of the states after the step.
         """
@@ -222,8 +248,11 @@ class Cell:
         """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
 
         Args:
+            product: See `advance`.
             emitted: The values that `retreat` emitted in all steps, each
                 `(time, ..., batch, columns)`; by default the cotangent of the activations' inputs.
+            inputs: See `coefficients`, for all steps; None if they were rebuilt step by step.
+            previous: The states before every step, each `(time, ..., batch, units)`.
         """
         d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
         return emitted, (total,), d_recurrent, None

@@ -49,6 +49,13 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask):
 
     The states before every segment, of `loop.segment` steps, are kept; the backward pass recomputes
     the rest. Arguments as for `run`.
+
+    Args:
+        loop: How to run; `loop.segment` is the number of steps in a segment.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        state: States before the first step, each `(batch, units)`.
+        mask: `(time, batch, 1)` boolean or None.
     """
     whole, short = _cut(loop, (x, mask))
 
@@ -70,6 +77,16 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """All steps backwards, one segment after the other; arguments and results as for `run_back`.
 
     `kept` is what `run_segments` kept: for the whole segments, and for the shorter one or None.
+
+    Args:
+        loop: How to run; `loop.segment` is the number of steps in a segment.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        kept: The kept values of `run_segments`, for the whole segments, and for the shorter one or
+            None.
+        mask: See `run_segments`.
+        d_hs: Cotangent of the states after every step, or None.
+        d_last: Cotangents of the final states.
     """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
@@ -102,7 +119,12 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The mesh axes that split the batch, if any."""
+    """The mesh axes that split the batch, if any.
+
+    Args:
+        mesh: The mesh, or None on a single device.
+        axes: Names of the mesh axes that split the batch.
+    """
 
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
@@ -122,7 +144,10 @@ class Split:
         Args:
             function: The function to run. It returns arrays like `shared`, like `own`, and a sum
                 over rows for every weight, or nothing instead. The sums are added up over devices.
+            loop: How to run.
+            shared: Arrays over rows and features.
             own: Arrays over rows and units.
+            weights: The weights.
         """
         if self.mesh is None:
             return function(loop, shared, own, weights)
@@ -160,7 +185,7 @@ def _forwards(save: bool, loop: Loop, shared, state, weights):
     else:
         forwards = run_unrolled if loop.unrolled else run
         hs, last, saved = forwards(loop, x, weights, state, mask, save=save)
-    last = tuple(s.astype(before.dtype) for s, before in zip(last, state))
+    last = tuple(s.astype(before.dtype) for s, before in zip(last, state, strict=True))
     return (), (hs, last, saved if save else None), ()
 
 
@@ -172,7 +197,7 @@ def _backwards(loop: Loop, shared, own, weights):
     else:
         back = run_unrolled_back if loop.unrolled else run_back
     d_x, d_weights, d_first = back(loop, x, weights, saved, mask, d_hs, d_last)
-    d_first = tuple(d.astype(last.dtype) for d, last in zip(d_first, d_last))
+    d_first = tuple(d.astype(last.dtype) for d, last in zip(d_first, d_last, strict=True))
     return d_x.astype(x.dtype), d_first, d_weights
 
 
@@ -181,6 +206,15 @@ def differentiable(loop: Loop, split: Split, x, weights: Weights, state, mask):
     """The recurrence; `x` is `(time, batch, features)`, the batch divisible by the split.
 
     See `recur` for the arguments. The mask is `(time, batch, 1)` or `(time, 2, batch, 1)`.
+
+    Args:
+        loop: How to run.
+        split: Over which mesh axes the batch is split.
+        x: `(time, batch, features)`.
+        weights: The weights; with two directions each has a leading axis of two.
+        state: Tuple of states before the first step, each `(batch, units)` or `(2, batch, units)`.
+        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, False where the state is carried
+            over, or None.
 
     Returns:
         `h` after every step, `(time, batch, units)` or `(time, 2, batch, units)`, or None if
@@ -216,6 +250,7 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     """Runs a recurrence over `(batch, time, features)` with its own gradient.
 
     Args:
+        loop: How to run.
         split: Over which mesh axes the batch is split. If the batch is not divisible, it is padded
             with rows that are cut off again; rows are independent, so nothing else changes.
         x: `(batch, time, features)`.

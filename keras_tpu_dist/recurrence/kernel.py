@@ -69,10 +69,14 @@ def over_time(
     """`lax.scan` of `step` in a single TPU kernel.
 
     Args:
+        kernel: How to run.
+        name: Its name in profiles and compiled programs.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)` of one direction.
             It must not use other arrays.
+        held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)`.
         inputs: Arrays `(time, batch, ...)`.
+        reverse: Whether time runs backwards.
         unroll: The maximal number of steps in one iteration; the largest divisor of the length of
             time up to it is used.
         directions: With 2, `held` and `carry` have a leading axis of two, and `inputs` and outputs
@@ -86,7 +90,12 @@ def over_time(
 
 
 def steps_in_block(length: int, most: int) -> int:
-    """The largest divisor of `length` that is at most `most`."""
+    """The largest divisor of `length` that is at most `most`.
+
+    Args:
+        length: Length of time in steps, at least 1.
+        most: Most steps in one block, at least 1.
+    """
     return max(n for n in range(1, min(most, length) + 1) if length % n == 0)
 
 
@@ -100,8 +109,14 @@ def _run(call: _KernelCall, held, carry, inputs):
     made = pl.pallas_call(
         functools.partial(_body, call, list(map(jax.tree.structure, arguments))),
         grid=grid.shape,
-        in_specs=[cut(a) for cut, part in zip(cuts, arguments) for a in jax.tree.leaves(part)],
-        out_specs=[cut(a) for cut, part in zip(cuts[1:], results) for a in jax.tree.leaves(part)],
+        in_specs=[
+            cut(a) for cut, part in zip(cuts, arguments, strict=True) for a in jax.tree.leaves(part)
+        ],
+        out_specs=[
+            cut(a)
+            for cut, part in zip(cuts[1:], results, strict=True)
+            for a in jax.tree.leaves(part)
+        ],
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(results)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -124,7 +139,7 @@ def _body(call: _KernelCall, trees, *refs):
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        for state, first in zip(state_refs, first_refs):
+        for state, first in zip(state_refs, first_refs, strict=True):
             state[...] = first[...]
 
     state = jax.tree.unflatten(trees[1], [ref[...] for ref in state_refs])
@@ -134,9 +149,9 @@ def _body(call: _KernelCall, trees, *refs):
         if reread or held is None:
             held = jax.tree.unflatten(trees[0], [ref[...] for ref in held_refs])
         state, made = step(held, state, jax.tree.unflatten(trees[2], [r[t] for r in input_refs]))
-        for ref, value in zip(out_refs, jax.tree.leaves(made)):
+        for ref, value in zip(out_refs, jax.tree.leaves(made), strict=True):
             ref[t] = value
-    for ref, value in zip(state_refs, jax.tree.leaves(state)):
+    for ref, value in zip(state_refs, jax.tree.leaves(state), strict=True):
         ref[...] = value
 
 
@@ -202,7 +217,7 @@ def _one_step(call: _KernelCall, arguments):
     cut = own, own, own + 1
     return [
         jax.tree.map(lambda a, n=n: jax.ShapeDtypeStruct(a.shape[n:], a.dtype), part)
-        for n, part in zip(cut, arguments)
+        for n, part in zip(cut, arguments, strict=True)
     ]
 
 

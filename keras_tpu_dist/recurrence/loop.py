@@ -39,7 +39,10 @@ class Loop:
     """How a recurrence runs: everything that is known before the arrays.
 
     Args:
+        cell: The arithmetic of one step.
+        product: How matrix products are computed.
         sequences: Whether to return the states after all steps, or only the last.
+        reverse: Whether time runs backwards.
         directions: 2 to run a forward and a backward recurrence in the same loop.
         keep: Whether the backward pass gets the activations' inputs from the forward pass (more
             memory) or rebuilds them (one more product).
@@ -47,10 +50,12 @@ class Loop:
             or step by step inside. Two directions need it before.
         segment: Number of steps that are projected, run and differentiated together, or None for
             all. Only the states between segments are kept; the backward pass recomputes the rest.
-        unrolled: Whether there is no loop, and every step has separate arrays, which no segment
-            has. In this case `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
+        unroll: Steps per iteration of the compiled loop.
         pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
             because the CPU compiler gets it wrong for arrays that leave the compiled program.
+        kernel: The kernel for the loop on TPU, or None for a compiled loop.
+        unrolled: Whether there is no loop, and every step has separate arrays, which no segment
+            has. In this case `hoist`, `unroll`, `kernel` and `pin_layout` have no effect.
     """
 
     cell: Cell
@@ -80,6 +85,9 @@ class Loop:
 
         By default, the TPU compiler puts `(time, batch, gates)` batch-major into memory, because
         that suits the projection's product. Then every step reads eight times its bytes.
+
+        Args:
+            tree: Arrays whose first axis is time, or None.
         """
         if not self.pin_layout:
             return tree
@@ -92,6 +100,7 @@ class SavedStates(NamedTuple):
     Args:
         states: The states after every step; from a kernel, the states before every step if only
             products read them, in the products' precision.
+        first: The states before the first step.
         inputs: The activations' inputs of all steps, or None; from a kernel whose cell only needs
             the states after every step, those.
     """
@@ -102,7 +111,12 @@ class SavedStates(NamedTuple):
 
 
 def ready(loop: Loop, weights: Weights) -> Weights:
-    """Weights rounded once for all products, and biases which broadcast against a step."""
+    """Weights rounded once for all products, and biases which broadcast against a step.
+
+    Args:
+        loop: How to run; its `product` defines the rounding.
+        weights: The weights in their own precision.
+    """
     kernel, bias, recurrent, recurrent_bias = weights
     return Weights(
         loop.product.weight(kernel),
@@ -113,7 +127,11 @@ def ready(loop: Loop, weights: Weights) -> Weights:
 
 
 def flip_second(x):
-    """Reverses time for the second direction of `(time, 2, batch, ...)`."""
+    """Reverses time for the second direction of `(time, 2, batch, ...)`.
+
+    Args:
+        x: `(time, 2, batch, ...)`.
+    """
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
 
 
@@ -121,7 +139,9 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
     """The input's part of all steps, in one product: `(time, batch, gates * units)`.
 
     Args:
+        loop: How to run.
         x: `(time, batch, features)`, or `(batch, features)` for one step of one direction.
+        weights: The weights as `ready` returns them.
 
     Returns:
         The projection with its bias. With two directions it is `(time, 2, batch, gates * units)`,
@@ -142,7 +162,12 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
 
 
 def mask_for(loop: Loop, mask):
-    """A mask for the loop: kernels cannot hold booleans in memory."""
+    """A mask for the loop: kernels cannot hold booleans in memory.
+
+    Args:
+        loop: How to run.
+        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, or None.
+    """
     return mask if mask is None or loop.kernel is None else mask.astype(jnp.int32)
 
 
@@ -160,10 +185,14 @@ def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) ->
     """`lax.scan` of `step`, on TPU in one kernel, or at least without filling memory twice.
 
     Args:
+        loop: How to run.
+        name: The loop's name, for its kernel.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)`, in a kernel of
             one direction. There it must not use other arrays.
+        held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)` or `(2, batch, units)`.
         inputs: Arrays over time, `(time, batch, ...)` or `(time, 2, batch, ...)`.
+        reverse: Whether the last step comes first.
 
     Returns:
         The carry after the step that is run last, and the outputs of all steps, stacked over time.
@@ -219,7 +248,9 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
     """All steps forwards.
 
     Args:
+        loop: How to run.
         x: `(time, batch, features)`.
+        weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
         save: Whether the backward pass will need the saved values.
@@ -243,7 +274,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
         )
         if mask_now is not None:
             alive = alive_in(mask_now, after[0])
-            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, before))
+            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, before, strict=True))
         return after, _outputs(loop, before, after, at, dtype, save)
 
     held = weights._replace(kernel=None, bias=None) if loop.hoist else weights
@@ -269,7 +300,7 @@ def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> 
         # A kernel writes the states before a step as easily as those after it.
         out["states"] = tuple(
             s.astype(loop.product.dtype or s.dtype) if only else s
-            for s, only in zip(before, loop.cell.only_multiplied)
+            for s, only in zip(before, loop.cell.only_multiplied, strict=True)
         )
         if loop.cell.states_suffice:
             out["inputs"] = after[0]
@@ -315,6 +346,11 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     """All steps backwards, then one product for every weight.
 
     Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        saved: The saved values of `run`.
+        mask: See `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
 
@@ -327,13 +363,16 @@ def run_back(loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_
     x_read = loop.pin(product.weight(x))
     previous = saved.states
     if not loop.kernel:
-        previous = tuple(_shift(loop, s, first) for s, first in zip(previous, saved.first))
+        previous = tuple(
+            _shift(loop, s, first) for s, first in zip(previous, saved.first, strict=True)
+        )
     # Step by step only in a kernel, which has the weights available in every step.
     can = loop.kernel is not None and loop.directions == 1
     rebuild = can and saved.inputs is None
     at = None if rebuild else loop.pin(_inputs(loop, x_read, own, saved, previous))
     needed = tuple(
-        None if only and not rebuild else s for s, only in zip(previous, cell.only_multiplied)
+        None if only and not rebuild else s
+        for s, only in zip(previous, cell.only_multiplied, strict=True)
     )
     local = (x_read if rebuild else at, needed)
     if loop.early:
@@ -379,8 +418,10 @@ def step_back(back, emit, d_after: State, d_h, mask_now):
     Args:
         back: Maps cotangents of the states after the step to those of the states before it, and to
             the emitted values of `Cell.retreat`.
+        emit: The dtype in which products read the emitted values.
         d_after: Cotangents of the states after the step, without `d_h`.
         d_h: Cotangent of the step's output, or None.
+        mask_now: The step's mask, or None.
     """
     if d_h is not None:
         d_after = (d_after[0] + d_h, *d_after[1:])
@@ -390,7 +431,7 @@ def step_back(back, emit, d_after: State, d_h, mask_now):
         d_step = tuple(jnp.where(alive, d, 0) for d in d_after)
     d_before, emitted = back(d_step)
     if mask_now is not None:
-        d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
+        d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after, strict=True))
     # Only products read the emitted values of a step.
     return d_before, tuple(part.astype(emit) for part in emitted)
 
@@ -399,6 +440,9 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
     """The cotangents of the input, the kernel and the bias, from those of the gates' inputs.
 
     Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights as `ready` returns them.
         parts: Cotangents that follow one another along the gates; joining them would copy all of
             them, which only pays for few rows.
         totals: The sum over rows of every part, or None if the kernel's product computes it.
@@ -411,7 +455,7 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))
     start = 0
     d_kernel, d_bias = [], []
-    for part, total in zip(parts, totals):
+    for part, total in zip(parts, totals, strict=True):
         columns = lax.slice_in_dim(kernel, start, start + part.shape[-1], axis=-1)
         start += part.shape[-1]
         d_x += jnp.einsum(

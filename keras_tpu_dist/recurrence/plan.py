@@ -16,7 +16,12 @@ from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
 
 
 def check_unroll(unroll: bool | int) -> bool | int:
-    """Raises a `ValueError` for an invalid `unroll`."""
+    """Raises a `ValueError` for an invalid `unroll`.
+
+    Args:
+        unroll: True for all steps, False to leave the number open, or the number of steps in one
+            iteration of the compiled loop.
+    """
     if isinstance(unroll, bool):
         return unroll
     if not is_count(unroll, 1):
@@ -31,6 +36,10 @@ def check_unroll(unroll: bool | int) -> bool | int:
 
 def check_segment(segment: int | str | None, steps: int | None = None) -> int | str | None:
     """Raises a `ValueError` for an invalid `segment`; resolves "auto" if the length is known.
+
+    Args:
+        segment: None, "auto", or the number of steps between kept states.
+        steps: The length of time, if known.
 
     Returns:
         The segment as given, or, for "auto" with known `steps`, about the square root of it: states
@@ -86,7 +95,12 @@ _DEFAULT_LIMIT = 16 * _MIB
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The properties of a TPU core that kernels depend on."""
+    """The properties of a TPU core that kernels depend on.
+
+    Args:
+        vmem_bytes: On-chip memory of one core.
+        cores: Cores that run one program together.
+    """
 
     vmem_bytes: int
     cores: int = 1
@@ -97,6 +111,8 @@ class Sizes:
     """One layer on one device.
 
     Args:
+        batch: Rows.
+        units: Size of the state.
         features: Size of the input, or None if it is not known.
     """
 
@@ -106,7 +122,11 @@ class Sizes:
 
 
 def padded(size: int) -> int:
-    """The next multiple of a tile's width."""
+    """The next multiple of a tile's width.
+
+    Args:
+        size: Number of values side by side, such as units or features.
+    """
     return -(-size // LANES) * LANES
 
 
@@ -118,6 +138,15 @@ def need(
     Weights are stored once, or twice without `reread`. States and the blocks of all other arrays
     are stored twice, because one is computed while the next arrives. The values of a step, with
     those spilled from registers, count four times.
+
+    Args:
+        cell: The recurrence.
+        sizes: The layer's sizes.
+        parts: The number of parts of the rows.
+        steps: Steps in a block.
+        reread: See `Kernel`.
+        hoist: Whether the input is projected before the loop.
+        keep: Whether the activations' inputs are kept.
     """
     rows = -(-sizes.batch // (parts * TILE_ROWS)) * TILE_ROWS
     units, features = padded(sizes.units), padded(sizes.features or 1)
@@ -145,6 +174,15 @@ def fitted(
 
     Three quarters of the memory may be used. Rows are divided into as many parts as there are
     cores, or more if that makes room and leaves the matrix unit full.
+
+    Args:
+        cell: The recurrence.
+        sizes: The layer's sizes.
+        core: The chip's core.
+        length: The length of time in steps.
+        most: The maximal number of steps in one iteration; None for all of a few, else `STEPS`.
+        hoist: See `need`.
+        keep: See `need`.
     """
     for steps in _steps_of_blocks(length, most):
         for parts, reread in itertools.product(_cuts(sizes.batch, core.cores), (False, True)):
@@ -175,7 +213,12 @@ def _cuts(rows: int, cores: int) -> Iterator[int]:
 
 
 def unfit(cell: Cell, units: int) -> str | None:
-    """The reason why a recurrence cannot be a kernel, whatever the memory; None if it can."""
+    """The reason why a recurrence cannot be a kernel, whatever the memory; None if it can.
+
+    Args:
+        cell: The recurrence.
+        units: Size of the state.
+    """
     functions = {cell.activation, getattr(cell, "recurrent_activation", cell.activation)}
     other = [f.name for f in functions if f not in BUILT_IN.values()]
     if other:
@@ -196,7 +239,13 @@ class Variant(Printed):
     """A choice for one layer on one device, with its reason.
 
     Args:
+        keep: Whether the forward pass keeps the activations' inputs.
+        unroll: Steps per iteration of the compiled loop.
         segment: Steps between states that are kept, or None for all steps.
+        reason: The reason.
+        hoist: Whether the input of all steps is projected before the loop.
+        kernel: The kernel for the loop, or None for a compiled loop.
+        unrolled: Whether there is no loop, and every step has separate arrays.
     """
 
     keep: bool
@@ -213,11 +262,11 @@ class Variant(Printed):
             return f"no loop, every step with arrays of its own, {kept}: {self.reason}"
         cut = f", segments of {self.segment} steps" if self.segment else ""
         projected = "before" if self.hoist else "inside"
-        loop = "one kernel, " if self.kernel else ""
-        return (
-            f"{loop}{kept}, input projected {projected} the loop, {self.unroll} step(s) an "
-            f"iteration{cut}: {self.reason}"
-        )
+        if self.kernel:
+            loop = f"one kernel for all steps, in blocks of {self.unroll}"
+        else:
+            loop = f"a compiled loop, {self.unroll} step(s) an iteration"
+        return f"{loop}, {kept}, input projected {projected} the loop{cut}: {self.reason}"
 
     def to_dict(self):
         """The choice as plain data."""
@@ -251,6 +300,12 @@ def choose(
     takes several times as long to start its kernels as they take to run.
 
     Args:
+        cell: The recurrence.
+        platform: "cpu", "gpu" or "tpu".
+        batch: Rows on one device.
+        steps: Length of time.
+        units: Size of the state.
+        features: Size of the input, or None if it is not known.
         unroll: True for no compiled loop, False for the rule's choice, or the number of steps per
             iteration.
         segment: See `check_segment`.
@@ -285,6 +340,9 @@ def choose(
         _why_unrolled(unroll, units, steps) if left and asked is None and directions == 1 else None
     )
     if why is None:
+        if unroll is True and variant.kernel is not None:
+            reason = f"{variant.reason}; unroll=True: the kernel is faster than separate steps"
+            return dataclasses.replace(variant, reason=reason)
         return variant
     reason = f"{variant.reason}; {why}"
     return dataclasses.replace(variant, unrolled=True, unroll=steps, reason=reason)

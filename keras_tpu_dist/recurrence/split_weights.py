@@ -16,6 +16,8 @@ class Gathering(Printed):
     Args:
         gather: Whether its weights are gathered once before the loop, which then has no collective
             in it. Otherwise Keras's path runs.
+        bytes: Bytes of its whole weights.
+        reason: The reason.
     """
 
     gather: bool
@@ -35,6 +37,9 @@ def gathering(size: int) -> Gathering:
 
     If the split is kept inside the loop, every step exchanges states: hundreds of small collectives
     instead of two large ones. So weights are gathered if a device has room for all of them.
+
+    Args:
+        size: Bytes of the layer's whole weights.
     """
     have = f"its weights are split and {size / 2**20:.1f} MiB whole"
     if size <= GATHERED_BYTES:

@@ -20,6 +20,14 @@ def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: b
 
     The saved value is a list over time: the states before a step, and the activations' inputs, the
     states after the step if those suffice, or None.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        state: States before the first step, each `(batch, units)`.
+        mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
+        save: Whether the backward pass will need the saved values.
     """
     cell, advance = loop.cell, _advance(loop, weights)
     wide = jnp.promote_types(loop.product.weight(weights.recurrent).dtype, jnp.float32)
@@ -30,7 +38,7 @@ def run_unrolled(loop: Loop, x, weights: Weights, state: State, mask, *, save: b
         after, at = advance(x[t], state)
         if mask is not None:
             alive = alive_in(mask[t], after[0])
-            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, state))
+            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, state, strict=True))
         if cell.states_suffice:
             at = after[0]
         steps[t] = state, at if loop.keep or cell.states_suffice else None
@@ -62,7 +70,17 @@ def _rows(loop: Loop, x_now, state: State, *more):
 
 
 def run_unrolled_back(loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State):
-    """All steps backwards; arguments and results as for `run_back`."""
+    """All steps backwards; arguments and results as for `run_back`.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        steps: The saved values of `run_unrolled`.
+        mask: See `run_unrolled`.
+        d_hs: Cotangent of the states after every step, or None.
+        d_last: Cotangents of the final states.
+    """
     retreat, of_step, finish = _back(loop, weights)
     advance = _advance(loop, weights)
     d_state = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)

@@ -13,12 +13,23 @@ from keras_tpu_dist.training.protocol import Strategy
 
 
 def own_replicas(strategy: Strategy) -> tuple[int, ...]:
-    """The numbers of the replicas that have a device in this process, in their order."""
+    """The numbers of the replicas that have a device in this process, in their order.
+
+    Args:
+        strategy: The strategy.
+    """
     return tuple(sorted(set(strategy.placer.own_parts.values())))
 
 
 def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax.Array]:
-    """The parts of an array on this process's devices, by the number of their replica."""
+    """The parts of an array on this process's devices, by the number of their replica.
+
+    Args:
+        array: An array that is split over the strategy's data axes; of a sequence, over the
+            sequence axis as well.
+        axis: The dimension that is split over the data axes.
+        strategy: The strategy.
+    """
     shape = list(array.shape)
     shape[axis] //= strategy.num_replicas_in_sync
     parts = strategy.placer.own_parts
@@ -49,12 +60,25 @@ def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def every_block(array: jax.Array, axis: int, strategy: Strategy) -> list[np.ndarray]:
-    """All replicas' parts of an array on the host, in all processes."""
+    """All replicas' parts of an array on the host, in all processes.
+
+    Args:
+        array: The array.
+        axis: The dimension that is split over the replicas.
+        strategy: The strategy.
+    """
     return np.split(whole(array), strategy.num_replicas_in_sync, axis)
 
 
 def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax.Array:
-    """Joins host arrays of one shape into one array, each block on the devices of its replica."""
+    """Joins host arrays of one shape into one array, each block on the devices of its replica.
+
+    Args:
+        blocks: The arrays by the number of their replica, at least for the replicas of this
+            process.
+        axis: The dimension along which they are joined.
+        strategy: The strategy.
+    """
     hosts = {replica: np.asarray(block) for replica, block in blocks.items()}
     first = next(iter(hosts.values()))
     dtype = jax.dtypes.canonicalize_dtype(first.dtype)

@@ -26,6 +26,10 @@ class ReplicaBuffers(Owner):
     def launching(self, variables: list) -> Iterator[list[jax.Array]]:
         """The context of a launch: the values of variables, which it may consume.
 
+        Args:
+            variables: The variables that the launch consumes. `made` is called with their new
+                values.
+
         Raises:
             Exception: The exception of the launch, with a note if it has already consumed values.
         """

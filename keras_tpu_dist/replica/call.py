@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.advice import check_no_graph
-from keras_tpu_dist.replica.datasets import DistributedIterator
+from keras_tpu_dist.replica.iteration import DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, Steps, check_owner
 from keras_tpu_dist.training.protocol import Strategy
@@ -134,7 +134,11 @@ class Call:
         return Call(self.treedef, leaves, self.rows, self.length)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
-        """`(args, kwargs)` with other arrays."""
+        """`(args, kwargs)` with other arrays.
+
+        Args:
+            arrays: One for every leaf that is not constant, in the order of the leaves.
+        """
         given = iter(arrays)
         leaves = [leaf.value if leaf.constant else next(given) for leaf in self.leaves]
         leaves = [
@@ -160,14 +164,25 @@ def _of_step(leaf: Leaf, number: int) -> Leaf:
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value is a key of `jax.random`, or an array of keys, with a key dtype."""
+    """Whether a value is a key of `jax.random`, or an array of keys, with a key dtype.
+
+    Args:
+        value: Anything.
+    """
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def prepare(
     args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions, strategy: Strategy
 ) -> Call:
-    """Sorts and pads the arguments of a call."""
+    """Sorts and pads the arguments of a call.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments, whose lengths are never padded to a bucket.
+        options: The sizes that may vary, and are padded.
+        strategy: The strategy that runs the call.
+    """
     flat, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
     axes: list[int | None] = []
     if options.buckets is not None:
@@ -340,16 +355,16 @@ def _common_length(flat: list, axes: list) -> int:
 
 
 def _common_rows(leaves: list[Leaf], strategy) -> tuple[int, ...] | None:
-    found = set()
+    rows_of_each = set()
     for leaf in leaves:
         if leaf.rows is not None and leaf.source is not None:
             axis = leaf.rows - leaf.stacked
             full = (leaf.source.padded_shape[axis],) * strategy.num_replicas_in_sync
-            found.add(leaf.source.sizes.get(axis, full))
-    if len(found) > 1:
+            rows_of_each.add(leaf.source.sizes.get(axis, full))
+    if len(rows_of_each) > 1:
         raise value_error(
             "All inputs of a dynamic batch must have the same number of rows on a replica.",
-            received={"rows": sorted(found)},
+            received={"rows": sorted(rows_of_each)},
             fix="Distribute them together, as one dataset.",
         )
-    return found.pop() if found else None
+    return rows_of_each.pop() if rows_of_each else None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import is_count, known_words
+from keras_tpu_dist.common.checks import checked_arguments, is_count
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
@@ -122,7 +122,7 @@ class ReplicaContext(TensorFlowNames):
         length = _given(self._length, "length_mask", 'buckets="power_of_two"')
         return jnp.arange(self._bucket) < length
 
-    @known_words
+    @checked_arguments
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduces arrays over the replicas, and returns the result on all of them.
 
@@ -156,7 +156,7 @@ class ReplicaContext(TensorFlowNames):
 
         return jax.tree.map(reduce, value)
 
-    @known_words
+    @checked_arguments
     def all_gather(self, value: Any, axis: int) -> Any:
         """Joins the arrays of all replicas along a dimension, and returns the result on all of
         them.
@@ -273,6 +273,17 @@ def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
         _running.context = _running.recorder = None
 
 
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """Leaves the replica within its function: what runs here is no replica code."""
+    context, recorder = _running.context, _running.recorder
+    _running.context = _running.recorder = None
+    try:
+        yield
+    finally:
+        _running.context, _running.recorder = context, recorder
+
+
 def _numbers() -> tuple | None:
     """The traced values in the context of the running replica."""
     context = _running.context
@@ -298,7 +309,13 @@ _keras.give_to_calls(_numbers, _with_numbers)
 
 
 def checked_axis(name: str, axis: Any, rank: int) -> int:
-    """A dimension of an array, counted from the front."""
+    """A dimension of an array, counted from the front.
+
+    Args:
+        name: The method that got the dimension, for the error.
+        axis: The dimension; a negative one counts from the end.
+        rank: The array's number of dimensions.
+    """
     if not is_count(axis, -rank) or axis >= rank:
         raise value_error(
             f"{name} joins or reduces along a dimension of a replica's value.",

@@ -20,15 +20,23 @@ _COMBINING = ("psum", "pmax", "pmin", "all_gather")
 
 
 def shard_map_body(jaxpr: Any) -> Any:
-    """The program of one replica inside of a traced `jax.shard_map`, or `None`."""
-    for equation in opened(jaxpr).eqns:
-        if equation.primitive.name == "shard_map":
-            return opened(equation.params["jaxpr"])
-    return None
+    """The program of one replica inside of a traced `jax.shard_map`, the first one.
+
+    Args:
+        jaxpr: The traced function, whose own equations include the `jax.shard_map`.
+    """
+    equations = opened(jaxpr).eqns
+    first = next(equation for equation in equations if equation.primitive.name == "shard_map")
+    return opened(first.params["jaxpr"])
 
 
 def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[bool]:
     """Which outputs may differ from replica to replica.
+
+    Args:
+        jaxpr: The program of one replica.
+        inputs: For every input, whether it differs.
+        axes: The mesh axes of the replicas.
 
     Returns:
         For every output, whether it may differ. `False` is certain.
@@ -106,9 +114,9 @@ class _Flow:
             return _NONE.union(*map(self._within, value))
         if not hasattr(opened(value), "eqns"):
             return _NONE
-        found = [
+        axes_of_each = [
             self._talks_over(equation.params).union(*map(self._within, equation.params.values()))
             for equation in opened(value).eqns
             if equation.primitive.name not in _COMBINING
         ]
-        return _NONE.union(*found)
+        return _NONE.union(*axes_of_each)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from keras_tpu_dist.common.checks import one_of, require, whole
 from keras_tpu_dist.common.errors import type_error, value_error
 from keras_tpu_dist.common.own_mesh import in_own_mesh
-from keras_tpu_dist.replica.datasets import DistributedDataset, DistributedIterator
+from keras_tpu_dist.replica.iteration import DistributedDataset, DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.replica.values import PerReplica
 
@@ -23,7 +23,16 @@ Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 
 class Launches:
-    """The launches of one pass over a dataset, as `strategy.loop` makes them."""
+    """The launches of one pass over a dataset, as `strategy.loop` makes them.
+
+    Args:
+        launch: Launches the function.
+        iterator: The batches.
+        steps: The steps of a launch.
+        args: The function's arguments after the batch.
+        alike: Whether batches of one shape are launched together.
+        every: Whether to return the results of every step.
+    """
 
     def __init__(
         self,
@@ -73,7 +82,11 @@ def several(
     """Runs a number of steps, fewer if the input ends before.
 
     Args:
+        launch: Launches the function.
         iterator: The batches; every step gets the next one instead of the iterator.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        steps: The number of steps.
         alike: Whether batches of one shape are launched together.
         every: Whether to return the results of every step, or of the last one.
 
@@ -95,7 +108,12 @@ def several(
 
 
 def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIterator | None:
-    """The iterator over a distributed dataset among a function's arguments."""
+    """The iterator over a distributed dataset among a function's arguments.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
     given = [*args, *kwargs.values()]
     found = {id(a): a for a in given if isinstance(a, DistributedIterator)}
     if len(found) > 1:
@@ -108,7 +126,11 @@ def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIter
 
 
 def iterator_over(dataset: Any) -> DistributedIterator:
-    """An iterator over the dataset of `strategy.loop`."""
+    """An iterator over the dataset of `strategy.loop`.
+
+    Args:
+        dataset: A `DistributedDataset`, or an iterator over one, which continues.
+    """
     if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise type_error(
             "strategy.loop iterates over a distributed dataset.",
@@ -119,13 +141,23 @@ def iterator_over(dataset: Any) -> DistributedIterator:
 
 
 def check_steps(where: str, outputs: str, **steps: int) -> None:
-    """Checks the number of steps, and which results are requested."""
+    """Checks the number of steps, and which results are requested.
+
+    Args:
+        where: The method, for errors.
+        outputs: `"last"` or `"all"`.
+        steps: The number, by the name of the argument.
+    """
     require(where, whole(1), **steps)
     require(where, _OUTPUTS, outputs=outputs)
 
 
 def alike_under(options: RunOptions | None) -> bool:
-    """Whether batches are launched together; not if they are padded to different buckets."""
+    """Whether batches are launched together; not if they are padded to different buckets.
+
+    Args:
+        options: The options of the run.
+    """
     return options is None or options.buckets is None
 
 

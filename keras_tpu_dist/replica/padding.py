@@ -13,14 +13,23 @@ from keras_tpu_dist.replica.call import Leaf
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array or number."""
+    """The shape and dtype of an array or number.
+
+    Args:
+        leaf: The array or number.
+    """
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
     # JAX 0.11 and newer warn if a 64-bit dtype becomes a 32-bit one.
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """A shape whose dimension `axis`, if any, is twice as long."""
+    """A shape whose dimension `axis`, if any, is twice as long.
+
+    Args:
+        described: The shape and dtype.
+        axis: The dimension, or `None` for the shape as it is.
+    """
     if axis is None:
         return described
     shape = list(described.shape)
@@ -29,7 +38,13 @@ def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtype
 
 
 def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct:
-    """The shape of one replica's part of an array for `number` of them."""
+    """The shape of one replica's part of an array for `number` of them.
+
+    Args:
+        array: The array for all replicas, or a number.
+        place: How the replicas get it.
+        number: The number of replicas.
+    """
     whole = shape_of(array)
     shape = list(whole.shape)
     if place.stacked:
@@ -40,7 +55,13 @@ def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct
 
 
 def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
-    """The padded size of the dimension that holds the rows or the length."""
+    """The padded size of the dimension that holds the rows or the length.
+
+    Args:
+        arrays: The arguments of one replica.
+        places: How the replicas get them.
+        kind: `"rows"` or `"length"`.
+    """
     for array, place in zip(arrays, places, strict=True):
         axis = getattr(place, kind)
         if axis is not None:
@@ -50,7 +71,12 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
 
 @contextlib.contextmanager
 def takes_any(kind: str, size: int) -> Iterator[None]:
-    """A context in which a function is traced with twice as many rows, or twice the length."""
+    """A context in which a function is traced with twice as many rows, or twice the length.
+
+    Args:
+        kind: `"rows"` or `"length"`.
+        size: The padded number of them.
+    """
     try:
         yield
     except Exception as error:
@@ -62,7 +88,14 @@ def takes_any(kind: str, size: int) -> Iterator[None]:
 
 
 def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) -> list[int]:
-    """The dimensions of a result that are the padded rows, or the padded length."""
+    """The dimensions of a result that are the padded rows, or the padded length.
+
+    Args:
+        kind: `"rows"` or `"length"`.
+        size: Their padded number.
+        first: The result's shape.
+        second: Its shape with twice as many.
+    """
     axes = []
     for axis, (a, b) in enumerate(zip(first, second, strict=True)):
         if a == b:
@@ -81,6 +114,7 @@ def same_numbers(a: Any, b: Any) -> bool:
     """Whether two arrays are equal up to rounding.
 
     Args:
+        a: An array.
         b: Another. Unless they are exact, they may differ by 1e-6 plus 1e-5 of `b`; NaN equals NaN.
     """
     a, b = np.asarray(a), np.asarray(b)

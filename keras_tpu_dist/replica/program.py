@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from keras_tpu_dist.processes.agreement import compare_variables, first_differen
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.types import check_types, in_one_loop
 from keras_tpu_dist.replica.accumulation import OwnSums
 from keras_tpu_dist.replica.advice import add_advice, check_no_graph
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
@@ -38,13 +39,14 @@ from keras_tpu_dist.replica.state import (
     Recorder,
     adopt_variables,
     apart,
+    check_assignments,
     copies_of,
     follow_copies,
     read_combined,
     to_combine,
 )
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training import membership
+from keras_tpu_dist.training import adoption, membership
 from keras_tpu_dist.training.buffers import copies_apart
 from keras_tpu_dist.training.guard import states_to_keep
 from keras_tpu_dist.training.protocol import Strategy
@@ -56,6 +58,44 @@ _compared = _keras.Mark("_keras_tpu_dist_compared")
 _FIX = "Call strategy.run in all processes, with the same function and arguments."
 
 
+class _Inputs(NamedTuple):
+    """What a program takes, or one property of each of these values.
+
+    Attributes:
+        replica: The number of a replica.
+        rows: How many rows of its part of the batch are not padding, if there is padding.
+        length: How much of the padded length is not padding, if there is padding.
+        arrays: The arrays among the arguments.
+        shared: Values of variables that all replicas share.
+        copies: Values of variables with a copy in each replica.
+        consumed: Values of shared variables whose arrays are overwritten.
+    """
+
+    replica: Any
+    rows: Any
+    length: Any
+    arrays: Any
+    shared: Any
+    copies: Any
+    consumed: Any
+
+
+class _Outputs(NamedTuple):
+    """What a program returns, or one property of each of these values.
+
+    Attributes:
+        results: The arrays among the function's results, stacked over the replicas.
+        shared: New values of variables that all replicas share.
+        copies: New values of variables with a copy in each replica.
+        combined: For each of those variables, the one value that you read.
+    """
+
+    results: Any
+    shared: Any
+    copies: Any
+    combined: Any
+
+
 @dataclass
 class _Record:
     """The variables and results of one trace of the function."""
@@ -63,6 +103,7 @@ class _Record:
     treedef: Any = None
     unknown: dict[int, Any] = field(default_factory=dict)
     updated: dict[int, Any] = field(default_factory=dict)
+    assigned: list[Any] = field(default_factory=list)
     sums: OwnSums = field(default_factory=OwnSums)
 
 
@@ -96,6 +137,22 @@ def _of_steps(layout: NamedSharding | None, stepped: bool) -> NamedSharding | No
     return NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
 
 
+class _OtherResults(Exception):
+    """A step in a loop has returned results of other dtypes than the loop began with."""
+
+    def __init__(self, results: list[jax.ShapeDtypeStruct]):
+        super().__init__()
+        self.results = results
+
+
+def _described(results: list) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+
+
+def _zeros(results: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+
 @dataclass
 class _Attempt:
     """One way to compile the function: its variables as inputs, and which of them are combined."""
@@ -117,6 +174,11 @@ class ReplicaProgram:
     Args:
         function: Returns the user's function. Programs are cached as long as the function lives, so
             they must not keep it alive.
+        call: The arguments of the first call. Their forms are kept, not their values: later calls
+            bring arrays of the same shapes, and the same constants.
+        strategy: The strategy, whose mesh and data axes are those of the replicas.
+        buffers: Knows which values of variables are outputs of earlier launches. A launch may
+            consume these; it copies all others first, which you may hold too.
 
     Raises:
         ValueError: If the function returns something other than arrays, if an update of a variable
@@ -161,6 +223,8 @@ class ReplicaProgram:
         """Runs the program and assigns the variables it updated.
 
         Args:
+            call: The arguments, with the same `key` as those of the first call.
+            steps: The number of steps.
             every: Whether to return the results of all steps, stacked, or of the last one.
         """
         if call.check_padding and not self._checked_padding and call.padded:
@@ -168,37 +232,46 @@ class ReplicaProgram:
             self._checked_padding = True
         run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, every))
         with self._buffers.launching(self._known.consumed) as values:
-            outputs = self._outputs(run, self._inputs(call, self._known), values)
+            try:
+                outputs = self._outputs(run, self._inputs(call, self._known), values)
+            except jax.errors.UnexpectedTracerError as error:  # found when it is compiled
+                add_advice(error)
+                raise
             del values
-            _keras.follow_state((self._shared,), (outputs["mirrored"],))
+            _keras.follow_state((self._shared,), (outputs.shared,))
             if self._known.consumed:
-                self._buffers.made(self._shared, outputs["mirrored"])
+                self._buffers.made(self._shared, outputs.shared)
         if self._own:
-            follow_copies(self._own, outputs["combined"], outputs["own"])
+            follow_copies(self._own, outputs.combined, outputs.copies)
         if self._shared:
             membership.variables_changed(self._strategy)
-        results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
+        results = self._wrap(outputs.results, call, stacked=every and steps > 1)
         return jax.tree.unflatten(self._treedef, results)
 
-    def with_arguments(self, call: Call, steps: int = 1) -> tuple[Any, tuple[dict, list]]:
-        """The program, and its arguments, of which a launch overwrites nothing that is in use."""
+    def with_arguments(self, call: Call, steps: int = 1) -> tuple[Any, tuple[_Inputs, list]]:
+        """The program, and its arguments, of which a launch overwrites nothing that is in use.
+
+        Args:
+            call: The arguments of the function.
+            steps: The number of steps in the launch.
+        """
         run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, False))
         with self._buffers.lock:
             consumed = copies_apart(_keras.values_of(self._known.consumed))
             return run, (self._inputs(call, self._known), consumed)
 
     @property
-    def names(self) -> dict[str, list[str]]:
+    def names(self) -> _Outputs:
         """What the program returns: for each array the path of a variable, or its place among the
         function's results."""
         numbered = jax.tree.unflatten(self._treedef, range(self._treedef.num_leaves))
         places, _ = jax.tree_util.tree_flatten_with_path(numbered)
-        return {
-            "outs": [f"result {jax.tree_util.keystr(path)}".strip() for path, _ in places],
-            "mirrored": [v.path for v in self._shared],
-            "own": [f"{v.path} of all replicas" for v in self._own],
-            "combined": [v.path for v in self._own],
-        }
+        return _Outputs(
+            results=[f"result {jax.tree_util.keystr(path)}".strip() for path, _ in places],
+            shared=[v.path for v in self._shared],
+            copies=[f"{v.path} of all replicas" for v in self._own],
+            combined=[v.path for v in self._own],
+        )
 
     @property
     def serves(self) -> bool:
@@ -224,7 +297,7 @@ class ReplicaProgram:
             self._scans[scan] = self._compiled(_Record(), attempt.known, attempt.combine, scan)
         return self._scans[scan]
 
-    def _outputs(self, run: Any, inputs: dict, consumed: list) -> dict:
+    def _outputs(self, run: Any, inputs: _Inputs, consumed: list) -> _Outputs:
         if self._strategy.placer.is_local:
             return run(inputs, consumed)
         # In the first launch, processes compile, some for long, so a late one is not stuck.
@@ -242,13 +315,14 @@ class ReplicaProgram:
         more of them.
         """
         check_no_graph()
-        membership.adopt_all(self._strategy)
-        known: list[Any] = []
+        adoption.adopt_all(self._strategy)
+        seen: list[Any] = []
         combine: set[int] = set()
         consumed: set[int] = set()
+        first: list[Any] | None = None
         for _ in range(_MOST_TRACES):
             record = _Record()
-            inputs = _Known(known, consumed)
+            inputs = _Known(seen, consumed)
             attempt = _Attempt(
                 inputs, set(combine), record, self._compiled(record, inputs, combine)
             )
@@ -265,13 +339,15 @@ class ReplicaProgram:
                     pass
             if record.unknown:
                 adopt_variables(list(record.unknown.values()), self._strategy)
-                known.extend(record.unknown.values())
+                seen.extend(record.unknown.values())
             attempt.results = [
-                jax.ShapeDtypeStruct(out.shape[1:], out.dtype) for out in traced.out_info["outs"]
+                jax.ShapeDtypeStruct(out.shape[1:], out.dtype) for out in traced.out_info.results
             ]
             combine = to_combine(self._differing(traced, attempt, call), combine)
             before, consumed = consumed, self._to_consume(record)
+            first = record.assigned if first is None else first
             if not record.unknown and combine == attempt.combine and consumed == before:
+                check_assignments(first, record.assigned)
                 return attempt
         raise runtime_error(
             "A replica function must use the same variables every time it is traced.",
@@ -298,36 +374,34 @@ class ReplicaProgram:
                 body,
                 mesh=self._strategy.mesh,
                 in_specs=(self._specs(scan),),
-                out_specs={"outs": split, "mirrored": whole, "own": split, "combined": whole},
+                out_specs=_Outputs(split, shared=whole, copies=split, combined=whole),
                 axis_names=set(self._axes),
                 check_vma=False,
             )
 
+        def constrained(values, variables):
+            return [
+                jax.lax.with_sharding_constraint(value, self._layout(variable))
+                for value, variable in zip(values, variables, strict=True)
+            ]
+
         def replica_function(inputs, consumed):
-            outputs = body({**inputs, "consumed": consumed})
-            updated = apart(record.updated.values())
-            layouts = [[self._layout(v) for v in variables] for variables in updated]
-            return {
-                **outputs,
-                "mirrored": [
-                    _constrained(*pair)
-                    for pair in zip(outputs["mirrored"], layouts[0], strict=True)
-                ],
-                "combined": [
-                    _constrained(*pair)
-                    for pair in zip(outputs["combined"], layouts[1], strict=True)
-                ],
-            }
+            outputs = body(inputs._replace(consumed=consumed))
+            shared, own = apart(record.updated.values())
+            return outputs._replace(
+                shared=constrained(outputs.shared, shared),
+                combined=constrained(outputs.combined, own),
+            )
 
         by_replica = self._strategy.placer.sharding(0)
-        placed = {"outs": by_replica, "own": by_replica, "mirrored": None, "combined": None}
+        placed = _Outputs(by_replica, shared=None, copies=by_replica, combined=None)
 
         def layouts(inputs, consumed):
-            mirrored = [self._layout(v) for v in known.shared]
             arrays = [place.layout for place in self._places]
             if scan:
                 arrays = list(map(_of_steps, arrays, scan.stepped))
-            others = {**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored}
+            shared = [self._layout(v) for v in known.shared]
+            others = _Inputs(None, None, None, arrays, shared, copies=None, consumed=None)
             return others, [self._layout(v) for v in known.consumed]
 
         return Jitted(
@@ -341,7 +415,7 @@ class ReplicaProgram:
             compiler_options=self._strategy.runner.replica_options,
         )
 
-    def _specs(self, scan: _Scan | None) -> dict:
+    def _specs(self, scan: _Scan | None) -> _Inputs:
         """Which dimension of the inputs is split over the replicas."""
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         stepped = scan.stepped if scan else (False,) * len(self._places)
@@ -351,8 +425,15 @@ class ReplicaProgram:
             else PartitionSpec(*[None] * (place.split + of_step), self._axes)
             for place, of_step in zip(self._places, stepped, strict=True)
         ]
-        rest = {"id": split, "rows": split, "length": whole, "own": split}
-        return {"arrays": arrays, "mirrored": whole, "consumed": whole, **rest}
+        return _Inputs(
+            replica=split,
+            rows=split,
+            length=whole,
+            arrays=arrays,
+            shared=whole,
+            copies=split,
+            consumed=whole,
+        )
 
     def _layout(self, variable) -> Any:
         """The layout of a variable's new value; replicated until the variable is on the mesh."""
@@ -362,14 +443,19 @@ class ReplicaProgram:
         )
 
     def _body(
-        self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None, inputs: dict
-    ) -> dict:
+        self,
+        record: _Record,
+        known: _Known,
+        combine: set[int],
+        scan: _Scan | None,
+        inputs: _Inputs,
+    ) -> _Outputs:
         """The program of one replica in a launch."""
-        values = {id(v): x for v, x in zip(known.consumed, inputs["consumed"], strict=True)}
-        values |= {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
-        values |= {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
+        values = {id(v): x for v, x in zip(known.consumed, inputs.consumed, strict=True)}
+        values |= {id(v): x for v, x in zip(known.shared, inputs.shared, strict=True)}
+        values |= {id(v): x[0] for v, x in zip(known.own, inputs.copies, strict=True)}
         context = self._context(inputs)
-        arrays = inputs["arrays"]
+        arrays = inputs.arrays
         if scan is None:
             outs, updated = self._step(record, combine, inputs, record.sums.find, arrays, values)
         else:
@@ -380,41 +466,59 @@ class ReplicaProgram:
             # Launches assign variables in the order of a single step.
             record.updated = self._attempt.record.updated
         shared, own = apart(record.updated.values())
-        return {
-            "outs": [out[None] for out in outs],
-            "mirrored": [updated[id(v)] for v in shared],
-            "own": [updated[id(v)][None] for v in own],
-            "combined": [read_combined(v, updated[id(v)], context, combine) for v in own],
-        }
+        return _Outputs(
+            results=[out[None] for out in outs],
+            shared=[updated[id(v)] for v in shared],
+            copies=[updated[id(v)][None] for v in own],
+            combined=[read_combined(v, updated[id(v)], context, combine) for v in own],
+        )
 
     def _steps(self, step: Callable, scan: _Scan, arrays: list, values: dict) -> tuple[list, dict]:
         """Several steps, one after the other: the results and the new values of variables."""
-        own = [array for array, of_step in zip(arrays, scan.stepped, strict=True) if of_step]
-
-        def body(carried, of_step):
-            _, updated = carried
-            given = iter(of_step)
-            now = [
-                next(given) if own else array
-                for array, own in zip(arrays, scan.stepped, strict=True)
-            ]
-            outs, after = step(now, {**values, **dict(zip(keys, updated, strict=True))})
-            outs = [jnp.asarray(out, zero.dtype) for out, zero in zip(outs, zeros, strict=True)]
-            updated = [after[key] for key in keys]
-            return ([] if scan.every else outs, updated), (outs if scan.every else [])
-
-        zeros = [jnp.zeros(result.shape, result.dtype) for result in self._attempt.results]
         # In a list: sorted by `id`, the programs of the processes would differ.
         keys = list(self._attempt.record.updated)
-        begin = ([] if scan.every else zeros, [values[key] for key in keys])
-        (last, updated), every = jax.lax.scan(body, begin, own, length=scan.steps)
-        return every if scan.every else last, dict(zip(keys, updated, strict=True))
+
+        def one(updated: list, per_step: list) -> tuple[list, list]:
+            given = iter(per_step)
+            now = [
+                next(given) if of_step else array
+                for array, of_step in zip(arrays, scan.stepped, strict=True)
+            ]
+            outs, after = step(now, {**values, **dict(zip(keys, updated, strict=True))})
+            return outs, [after[key] for key in keys]
+
+        def looped(updated: list, per_step: list, steps: int) -> tuple[list, list]:
+            def body(carried, of_step):
+                before, updated = carried
+                outs, after = one(updated, of_step)
+                check_types(updated, after)
+                if scan.every:
+                    return ([], after), outs
+                if _described(outs) != _described(before):
+                    raise _OtherResults(_described(outs))
+                return (outs, after), []
+
+            results = [] if scan.every else self._attempt.results
+            begin = (_zeros(results), updated)
+            try:
+                (last, updated), every = jax.lax.scan(body, begin, per_step, length=steps)
+            except _OtherResults as other:
+                # Those of a step are other than in the first call, as variables are.
+                begin = (_zeros(other.results), updated)
+                (last, updated), every = jax.lax.scan(body, begin, per_step, length=steps)
+            return every if scan.every else last, updated
+
+        per_step = [array for array, of_step in zip(arrays, scan.stepped, strict=True) if of_step]
+        outs, updated = in_one_loop(
+            one, looped, [values[key] for key in keys], per_step, scan.steps, scan.every
+        )
+        return outs, dict(zip(keys, updated, strict=True))
 
     def _step(
         self,
         record: _Record,
         combine: set[int],
-        inputs: dict,
+        inputs: _Inputs,
         accumulate: Callable,
         arrays: list,
         values: dict,
@@ -426,9 +530,9 @@ class ReplicaProgram:
         ]
         context = self._context(
             inputs,
-            batch_size=inputs["rows"][0] if inputs["rows"] is not None else None,
+            batch_size=inputs.rows[0] if inputs.rows is not None else None,
             batch_rows=size_at(arrays, self._places, "rows"),
-            length=inputs["length"],
+            length=inputs.length,
             bucket=size_at(arrays, self._places, "length"),
         )
         recorder = Recorder(context, values, combine)
@@ -440,44 +544,50 @@ class ReplicaProgram:
             outs = [_as_output(leaf) for leaf in leaves]
             updated = recorder.finish()
         record.unknown, record.updated = recorder.unknown, recorder.updated
+        record.assigned = recorder.assigned
         return outs, updated
 
-    def _context(self, inputs: dict, **sizes: Any) -> ReplicaContext:
-        return ReplicaContext(self._strategy, inputs["id"][0], self._axes, **sizes)
+    def _context(self, inputs: _Inputs, **sizes: Any) -> ReplicaContext:
+        return ReplicaContext(self._strategy, inputs.replica[0], self._axes, **sizes)
 
-    def _inputs(self, call: Call, known: _Known) -> dict:
-        return {
-            "id": self._strategy.placer.replica_ids,
-            "arrays": call.arrays,
-            "rows": None if call.rows is None else np.asarray(call.rows, np.int32),
-            "length": None if call.length is None else np.int32(call.length),
-            "mirrored": _keras.full_values(known.shared, self._buffers),
-            "own": copies_of(known.own, self._strategy) if known.own else [],
-        }
+    def _inputs(self, call: Call, known: _Known) -> _Inputs:
+        """The inputs of a launch; those that it consumes are an argument of their own."""
+        return _Inputs(
+            replica=self._strategy.placer.replica_ids,
+            rows=None if call.rows is None else np.asarray(call.rows, np.int32),
+            length=None if call.length is None else np.int32(call.length),
+            arrays=call.arrays,
+            shared=_keras.full_values(known.shared, self._buffers),
+            copies=copies_of(known.own, self._strategy) if known.own else [],
+            consumed=None,
+        )
 
     def _differing(self, traced, attempt: _Attempt, call: Call) -> list:
         """Updated variables without a reduction whose new values may differ over replicas."""
-        body = shard_map_body(traced.jaxpr)
-        if body is None:
+        if not self._axes:
             return []
-        flags = {
-            "id": True,
-            "arrays": [place.split is not None for place in self._places],
-            "rows": None if call.rows is None else True,
-            "length": None if call.length is None else False,
-            "mirrored": [False] * len(attempt.known.shared),
-            "consumed": [False] * len(attempt.known.consumed),
-            "own": [True] * len(attempt.known.own),
-        }
+        body = shard_map_body(traced.jaxpr)
+        flags = _Inputs(
+            replica=True,
+            rows=None if call.rows is None else True,
+            length=None if call.length is None else False,
+            arrays=[place.split is not None for place in self._places],
+            shared=[False] * len(attempt.known.shared),
+            copies=[True] * len(attempt.known.own),
+            consumed=[False] * len(attempt.known.consumed),
+        )
         inputs = jax.tree.leaves(flags)
         # Constants of the function come before its inputs.
         inputs = [False] * (len(body.invars) - len(inputs)) + inputs
+        outputs = jax.tree.unflatten(
+            jax.tree.structure(traced.out_info), differing(body, inputs, self._axes)
+        )
         shared, own = apart(attempt.record.updated.values())
-        # Outputs are in the order of their sorted names: combined, mirrored, and then the results.
-        outputs = differing(body, inputs, self._axes)
+        updated = [*zip(own, outputs.combined, strict=True)]
+        updated += zip(shared, outputs.shared, strict=True)
         return [
             variable
-            for variable, differs in zip([*own, *shared], outputs, strict=False)
+            for variable, differs in updated
             if differs and variable.aggregation in ("none", "only_first_replica")
         ]
 
@@ -496,24 +606,24 @@ class ReplicaProgram:
                 continue
             arrays = [
                 doubled(array, getattr(place, kind))
-                for array, place in zip(described["arrays"], self._places, strict=True)
+                for array, place in zip(described.arrays, self._places, strict=True)
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
             with takes_any(kind, size):
-                traced = again.trace({**described, "arrays": arrays}, consumed)
-            second = traced.out_info["outs"]
+                traced = again.trace(described._replace(arrays=arrays), consumed)
+            second = traced.out_info.results
             for i, (a, b) in enumerate(zip(first, second, strict=True)):
                 cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts
 
     def _padded_size(self, call: Call, kind: str) -> int | None:
         number = self._strategy.num_replicas_in_sync
-        own = [
+        parts = [
             of_one_replica(a, place, number)
             for a, place in zip(call.arrays, self._places, strict=True)
         ]
-        return size_at(own, self._places, kind)
+        return size_at(parts, self._places, kind)
 
     def _wrap(self, outs: list, call: Call, stacked: bool = False) -> list[PerReplica]:
         """The results as values; `stacked`: of several steps, along a new first dimension."""
@@ -532,7 +642,7 @@ class ReplicaProgram:
             wrapped.append(value)
         return wrapped
 
-    def _once(self, call: Call) -> dict:
+    def _once(self, call: Call) -> _Outputs:
         """The outputs for other arguments, without assigning or consuming anything."""
         with self._buffers.lock:
             run, (inputs, copies) = self.with_arguments(call)
@@ -541,15 +651,14 @@ class ReplicaProgram:
     def _check_padding(self, call: Call) -> None:
         outputs = self._once(call)
         again = self._once(call.with_other_padding())
-        results, others = self._wrap(outputs["outs"], call), self._wrap(again["outs"], call)
+        results, others = self._wrap(outputs.results, call), self._wrap(again.results, call)
         returned = [
             pair
             for one, other in zip(results, others, strict=True)
             for pair in zip(one.values, other.values, strict=False)
         ]
-        state = [
-            pair for k in ("mirrored", "own") for pair in zip(outputs[k], again[k], strict=True)
-        ]
+        state = [*zip(outputs.shared, again.shared, strict=True)]
+        state += zip(outputs.copies, again.copies, strict=True)
         same = _all_the_same(f"what {self._name} returns", returned, self._strategy)
         if _all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
             return
@@ -565,10 +674,6 @@ class ReplicaProgram:
 
 def _form(leaf: Leaf) -> Leaf:
     return replace(leaf, value=leaf.value if leaf.constant else None, source=None, steps=None)
-
-
-def _constrained(value, sharding):
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), value)
 
 
 def _as_output(leaf) -> jax.Array:
@@ -593,9 +698,9 @@ def _check_call(what: str, call: Call, strategy: Strategy) -> None:
     if strategy.placer.is_local:
         return
     texts = [_leaf_text(leaf) for leaf in call.leaves]
-    found = first_difference(texts, agree(what, _FIX, texts))
-    if found is not None:
-        process, number, here, there = found
+    difference = first_difference(texts, agree(what, _FIX, texts))
+    if difference is not None:
+        process, number, here, there = difference
         raise value_error(
             "All processes must run a function with the same arguments.",
             received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "

@@ -28,7 +28,11 @@ _OVER_REPLICAS: dict[str, Any] = {
 
 
 def checked_reduction(op: Any) -> str:
-    """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`."""
+    """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`.
+
+    Args:
+        op: The name, or a member of an enum that has such a name.
+    """
     name = op if isinstance(op, str) else getattr(op, "name", None)
     lowered = name.lower() if isinstance(name, str) else None
     if lowered not in REDUCTIONS:
@@ -43,7 +47,14 @@ def checked_reduction(op: Any) -> str:
 
 
 def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, ...] = ()) -> Any:
-    """An array reduced over some of its dimensions, over replicas, or over both."""
+    """An array reduced over some of its dimensions, over replicas, or over both.
+
+    Args:
+        op: A name of `REDUCTIONS`.
+        array: The array.
+        axes: The dimensions, counted from the front.
+        replicas: Within replica code, the mesh axes of the replicas.
+    """
     array = jnp.asarray(array)
     wide, result = dtypes_of(op, array.dtype)
     array = array.astype(wide)
@@ -62,6 +73,10 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
     A sum of integers, or of `bool`, has at least 32 bits, and their mean is a floating-point
     number. Floating-point numbers keep their dtype; those with fewer than 32 bits are added up in
     float32. The maximum and the minimum have the dtype of the values.
+
+    Args:
+        op: A name of `REDUCTIONS`.
+        dtype: The dtype of the values.
     """
     dtype = jnp.dtype(dtype)
     if op in ("max", "min"):
@@ -79,7 +94,13 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def check_not_empty(op: str, shape: Sequence[int], axes: Sequence[int]) -> None:
-    """Raises a `ValueError` for the maximum or minimum of no values."""
+    """Raises a `ValueError` for the maximum or minimum of no values.
+
+    Args:
+        op: A name of `REDUCTIONS`.
+        shape: The shape of the values.
+        axes: The dimensions over which they are reduced.
+    """
     if op in ("max", "min") and not all(shape[a] for a in axes):
         raise value_error(
             f'"{op}" needs at least one value.',

@@ -22,11 +22,8 @@ from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
-from keras_tpu_dist.replica.datasets import (
-    DistributedDataset,
-    DistributedIterator,
-    check_attached,
-)
+from keras_tpu_dist.replica.datasets import check_attached
+from keras_tpu_dist.replica.iteration import DistributedDataset, DistributedIterator
 from keras_tpu_dist.replica.loop import (
     Launch,
     Launches,
@@ -47,8 +44,8 @@ from keras_tpu_dist.replica.reductions import (
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.replica.state import copies_of, is_own
 from keras_tpu_dist.replica.values import PerReplica, check_owner
-from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.protocol import Strategy
+from keras_tpu_dist.training.scope import Scope
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -76,7 +73,21 @@ class ReplicaCode:
         outputs: str,
         use: Callable[..., Any] = ReplicaProgram.launch,
     ) -> Any:
-        """See `TPUStrategy.run`; `use` gets the program, its arguments, steps and `every`."""
+        """See `TPUStrategy.run`; `use` gets the program, its arguments, steps and `every`.
+
+        Args:
+            strategy: The strategy.
+            fn: The function. It returns arrays, numbers, `None` or a structure of them.
+            args: Its positional arguments: arrays, `keras.Variable`s, structures of them, and
+                constants; or an iterator over a distributed dataset, which every step replaces by
+                the next batch.
+            kwargs: Its keyword arguments.
+            options: `RunOptions` for inputs of varying sizes.
+            steps: The number of steps in the launch; fewer if the iterator has fewer batches left.
+            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the steps
+                along a new first dimension of every replica's values.
+            use: What to do with the program: by default, launch it.
+        """
         self._check_run(strategy, fn, args, kwargs, options)
         # The usual call passes no checks; `True` is no number of steps.
         if (type(steps), steps, outputs) != (int, 1, "last"):
@@ -99,7 +110,19 @@ class ReplicaCode:
         options: RunOptions | None,
         outputs: str,
     ) -> Launches:
-        """See `TPUStrategy.loop`."""
+        """See `TPUStrategy.loop`.
+
+        Args:
+            strategy: The strategy.
+            fn: The function of a batch. See `run`.
+            dataset: The result of `distribute_dataset` or `distribute_datasets_from_function`, or
+                an iterator over it, which continues.
+            steps_per_launch: The number of steps in a launch.
+            args: More arguments after the batch, the same in all steps.
+            options: `RunOptions` for batches of varying sizes.
+            outputs: Which results to return: `"last"`, those of a launch's last step; or `"all"`,
+                with the steps along a new first dimension of every replica's values.
+        """
         self._check_run(strategy, fn, args, None, options)
         check_steps("loop", outputs, steps_per_launch=steps_per_launch)
         return Launches(
@@ -125,16 +148,16 @@ class ReplicaCode:
         fn = fn.__wrapped__ if jitted else fn
 
         def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
-            with membership.Scope(strategy):
+            with Scope(strategy):
                 call = prepare(args, kwargs, options or _NOTHING_VARIES, strategy)
                 programs, key = self._programs_of(fn), call.key
                 # One for every way in which layers were frozen, as when two networks take turns.
-                known = programs.get(key, ())
-                for program in known:
+                candidates = programs.get(key, ())
+                for program in candidates:
                     if program.serves:
                         return use(program, call, steps, every)
                 program = ReplicaProgram(_weakly(fn), call, strategy, self._buffers)
-                programs[key] = [program, *(other for other in known if not other.outdated)]
+                programs[key] = [program, *(other for other in candidates if not other.outdated)]
                 return use(program, call, steps, every)
 
         return launch
@@ -187,17 +210,23 @@ class ReplicaCode:
 
 
 def local_results(strategy: Strategy, value: Any) -> tuple:
-    """See `TPUStrategy.local_results`."""
+    """See `TPUStrategy.local_results`.
+
+    Args:
+        strategy: The strategy that made the values.
+        value: A `PerReplica`, or a structure with some; other leaves are the same for every
+            replica.
+    """
     if isinstance(value, keras.Variable) and is_own(value):
         (copies,) = copies_of([value], strategy)
         value = PerReplica(copies, strategy, stacked=True)
     leaves, treedef = jax.tree.flatten(value)
-    own = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-    if not own:
+    per_replica = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    if not per_replica:
         return (value,)
-    for leaf in own:
+    for leaf in per_replica:
         check_owner(leaf, strategy)
-    number = len(own[0].replica_ids)
+    number = len(per_replica[0].replica_ids)
     # A leaf that is no PerReplica is the same for every replica.
     columns = [leaf.values if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves]
     return tuple(jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True))
@@ -265,8 +294,8 @@ def _reduce_leaf(op: str, value, axis, strategy):
 @functools.partial(jax.jit, static_argnames=("op", "axes", "at", "stacked", "number", "sharding"))
 def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
     array = array if stacked else _by_replica(array, at, number)
-    found = reduced(op, array, (0, *(a + 1 for a in axes)))
-    return jax.lax.with_sharding_constraint(found, sharding)
+    result = reduced(op, array, (0, *(a + 1 for a in axes)))
+    return jax.lax.with_sharding_constraint(result, sharding)
 
 
 def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):

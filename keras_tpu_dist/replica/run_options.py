@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import PositiveInt, is_count, known_words, knows_words
+from keras_tpu_dist.common.checks import (
+    PositiveInt,
+    checked_arguments,
+    checked_constructor,
+    is_count,
+)
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
@@ -22,7 +27,7 @@ _SMALLEST_BUCKET = 2
 _NOT_PADDED = -1
 
 
-@knows_words
+@checked_constructor
 @dataclass(frozen=True)
 class RunOptions(TensorFlowNames):
     """How `strategy.run` treats inputs of varying sizes.
@@ -92,7 +97,7 @@ class RunOptions(TensorFlowNames):
             )
         object.__setattr__(self, "buckets", listed)
 
-    @known_words
+    @checked_arguments
     def bucket(self, length: PositiveInt) -> int:
         """The length to which `length` is padded.
 
@@ -151,13 +156,26 @@ class RunOptions(TensorFlowNames):
 
 
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
-    """A host array padded to its bucket."""
+    """A host array padded to its bucket.
+
+    Args:
+        array: The array.
+        axis: The dimension whose length varies.
+        options: The options, which have the buckets.
+        name: The input's name, for the error.
+    """
     _check_length(array.shape[axis], name)
     return padded(array, axis, options.bucket(array.shape[axis]))
 
 
 def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
-    """A per-replica value padded to its bucket along a dimension of the replica's value."""
+    """A per-replica value padded to its bucket along a dimension of the replica's value.
+
+    Args:
+        value: The value, padded or not.
+        axis: The dimension, whose true length is the same on all replicas.
+        options: The options, which have the buckets.
+    """
     check_no_rows(axis, None if value.stacked else value.axis, value.array.shape)
     if axis in value.sizes:
         true, *others = value.sizes[axis]
@@ -182,7 +200,13 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
 
 
 def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
-    """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows."""
+    """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows.
+
+    Args:
+        axis: The dimension to pad.
+        rows: The dimension that is split over the replicas, if it is one of the values'.
+        shape: The shape on all replicas.
+    """
     if axis == rows:
         raise value_error(
             "The rows of a replica cannot be padded to buckets.",
@@ -192,7 +216,12 @@ def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
 
 
 def exact(value: PerReplica, axis: int) -> PerReplica:
-    """The value with the padding of a dimension, equal on all replicas, cut off."""
+    """The value with the padding of a dimension, equal on all replicas, cut off.
+
+    Args:
+        value: The value.
+        axis: The dimension of one replica's value, a key of `value.sizes`.
+    """
     length = value.sizes[axis][0]
     array = jax.lax.slice_in_dim(value.array, 0, length, axis=axis + value.stacked)
     sizes = {a: true for a, true in value.sizes.items() if a != axis}
@@ -200,7 +229,11 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
 
 
 def refilled(value: PerReplica) -> PerReplica:
-    """The value with ones in place of its padding."""
+    """The value with ones in place of its padding.
+
+    Args:
+        value: The value, which does not change.
+    """
 
     def with_ones(replica: int, block: np.ndarray) -> np.ndarray:
         block = block.copy()

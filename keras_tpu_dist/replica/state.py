@@ -1,6 +1,8 @@
 """Keras variables inside replica code: read, updated, and combined over the replicas."""
 
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,10 +12,10 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import value_error
+from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.context import ReplicaContext
-from keras_tpu_dist.training import membership
+from keras_tpu_dist.training import adoption
 from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -35,6 +37,7 @@ class Recorder(keras.StatelessScope):
     which are combined on exit.
 
     Args:
+        context: The replica's context.
         values: Values of the known variables, by `id`: shared values, and the replica's own.
         combine: The `id`s of variables whose updates differ and must be combined.
     """
@@ -48,6 +51,8 @@ class Recorder(keras.StatelessScope):
         self._program = _keras.traced_program()
         self.unknown: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
+        # The variable of every assignment, in order.
+        self.assigned: list[Any] = []
 
     def get_current_value(self, variable: Any) -> Any:
         """The value of a variable at this point of the function; called by Keras.
@@ -57,10 +62,14 @@ class Recorder(keras.StatelessScope):
         return self.read(variable)
 
     def read(self, variable: Any) -> Any:
-        """The value of a variable at this point of the function."""
-        known = self._values.get(id(variable))
-        if known is not None:
-            return known
+        """The value of a variable at this point of the function.
+
+        Args:
+            variable: A `keras.Variable`; one that is not known yet is noted and reads as zeros.
+        """
+        value = self._values.get(id(variable))
+        if value is not None:
+            return value
         self.unknown[id(variable)] = variable
         # New zeros at every read, because a read may belong to an inner trace.
         zeros = jnp.zeros(variable.shape, _own_dtype(variable))
@@ -71,7 +80,11 @@ class Recorder(keras.StatelessScope):
         return zeros
 
     def add_update(self, update: tuple) -> None:
-        """Takes an assignment; called by Keras."""
+        """Takes an assignment; called by Keras.
+
+        Args:
+            update: The variable and the value that this replica assigns.
+        """
         variable, value = update
         self._check_place(variable)
         self._set(variable, self.combined(variable, value))
@@ -80,6 +93,9 @@ class Recorder(keras.StatelessScope):
         """Handles `assign_add` or `assign_sub`: a sum adds up the additions, not the results.
 
         Args:
+            variable: The variable.
+            value: What this replica adds or subtracts.
+            sign: 1 to add, -1 to subtract.
             stock: Keras's own method, called for a variable whose updates are not summed here.
         """
         if is_own(variable) or variable.aggregation != "sum":
@@ -91,6 +107,23 @@ class Recorder(keras.StatelessScope):
             return stock(variable, value)  # raises the error for this
         self._set(variable, total)
         return self._values[id(variable)]
+
+    def building(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which something is built, outside of the trace.
+
+        Variables that the function has assigned have no values there, and raise if they are read.
+        """
+
+        def read(variable: Any) -> None:
+            raise value_error(
+                "What replica code builds begins with values from before the call.",
+                received=f"{name!r}, which reads {variable.path!r} in its build(), and an "
+                "assignment of it earlier in the same call.",
+                fix="Build it before strategy.run: optimizer.build(model.trainable_variables), or "
+                "layer.build(shape).",
+            )
+
+        return _keras.values_hidden(self.updated.values(), read)
 
     def finish(self) -> dict[int, Any]:
         """The new values of updated variables, by `id`; for "on_read" ones the replica's own."""
@@ -111,10 +144,16 @@ class Recorder(keras.StatelessScope):
         if id(variable) not in self._values:
             self.unknown[id(variable)] = variable
         self.updated[id(variable)] = variable
+        self.assigned.append(variable)
         self._values[id(variable)] = jnp.asarray(value, _own_dtype(variable))
 
     def combined(self, variable: Any, value: Any) -> Any:
-        """The value of a variable after all replicas have assigned theirs."""
+        """The value of a variable after all replicas have assigned theirs.
+
+        Args:
+            variable: The variable.
+            value: This replica's.
+        """
         how = variable.aggregation
         if is_own(variable):
             return value
@@ -136,10 +175,35 @@ class Recorder(keras.StatelessScope):
         return self._context.all_reduce("mean", value)
 
 
+def check_assignments(first: list, last: list) -> None:
+    """Raises if one trace of a function assigns other variables than the first one did.
+
+    Only what the last trace does is in the program.
+    """
+    counts = [Counter(map(id, each)) for each in (first, last)]
+    for variable in (*first, *last):
+        before, after = (count[id(variable)] for count in counts)
+        if before != after:
+            raise runtime_error(
+                "A replica function must assign the same variables every time it is traced.",
+                received=f"{before} assignment(s) of {variable.path!r} in the first trace, and "
+                f"{after} in the last one, which alone is compiled.",
+                fix="Assign what is assigned only in the first call outside, before strategy.run; "
+                "there you can also build models, optimizers and metrics.",
+            )
+
+
 def read_combined(
     variable: Any, value: Any, context: ReplicaContext, combine: set[int]
 ) -> jax.Array:
-    """The value of an "on_read" variable for who reads it outside of the replicas."""
+    """The value of an "on_read" variable for who reads it outside of the replicas.
+
+    Args:
+        variable: The variable.
+        value: This replica's own.
+        context: The replica's context.
+        combine: The `id`s of variables whose values differ and must be combined.
+    """
     how = variable.aggregation
     if how in ("sum", "mean"):
         return context.all_reduce(how, value).astype(value.dtype)
@@ -149,12 +213,20 @@ def read_combined(
 
 
 def is_own(variable: Any) -> bool:
-    """Whether every replica has its own value of a variable, combined when it is read outside."""
+    """Whether every replica has its own value of a variable, combined when it is read outside.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
     return variable.synchronization == "on_read"
 
 
 def apart(variables: Iterable[Any]) -> tuple[list, list]:
-    """Divides variables into shared ones, and those with separate values on the replicas."""
+    """Divides variables into shared ones, and those with separate values on the replicas.
+
+    Args:
+        variables: The variables.
+    """
     shared, own = [], []
     for variable in variables:
         (own if is_own(variable) else shared).append(variable)
@@ -162,7 +234,13 @@ def apart(variables: Iterable[Any]) -> tuple[list, list]:
 
 
 def to_combine(differing: list[Any], already: set[int]) -> set[int]:
-    """Decides about variables whose updates differ from replica to replica."""
+    """Decides about variables whose updates differ from replica to replica.
+
+    Args:
+        differing: Updated variables with aggregation `"none"` or `"only_first_replica"` whose new
+            values may differ.
+        already: The `id`s decided before.
+    """
     for variable in sorted(differing, key=lambda v: not v.trainable):
         if variable.aggregation == "none":
             _check_can_average(variable)
@@ -178,10 +256,15 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
 
 
 def adopt_variables(variables: list, strategy: Strategy) -> None:
-    """Moves variables that were created outside of the strategy's scope onto its mesh."""
+    """Moves variables that were created outside of the strategy's scope onto its mesh.
+
+    Args:
+        variables: The variables; those that are on the mesh already do not move.
+        strategy: The strategy.
+    """
     # Keras gives slots their weight's layout and does not ask the strategy.
     foreign = [v for v in variables if not strategy.layouts.owns(_keras.variable_layout(v))]
-    _keras.move_variables([(v, membership.choose_layout(v, strategy)) for v in foreign])
+    _keras.move_variables([(v, adoption.choose_layout(v, strategy)) for v in foreign])
     moved = [variable.path for variable in foreign]
     for variable in variables:
         _keras.claim(variable)
@@ -205,14 +288,18 @@ def copies_of(variables: list, strategy: Strategy) -> list[jax.Array]:
     They are those of the last run, unless the variable was assigned since. In that case, as in
     `tf.distribute`, a `"sum"` is divided evenly (an integer goes to the first replica) and any
     other value is copied to every replica.
+
+    Args:
+        variables: The variables.
+        strategy: The strategy.
     """
-    sharding, found = strategy.placer.by_replica, []
+    sharding, stacks = strategy.placer.by_replica, []
     for variable, value in zip(variables, _keras.full_values(variables), strict=True):
         combined, copies = _copies.of(variable, (None, value))
         if not (combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim)):
             copies = _shared_out(variable, value, strategy)
-        found.append(copies)
-    return found
+        stacks.append(copies)
+    return stacks
 
 
 def _shared_out(variable: Any, value: jax.Array, strategy: Strategy) -> jax.Array:
@@ -229,7 +316,13 @@ def _shared_out(variable: Any, value: jax.Array, strategy: Strategy) -> jax.Arra
 
 
 def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None:
-    """Assigns the combined values to "on_read" variables, and stores the replicas' own."""
+    """Assigns the combined values to "on_read" variables, and stores the replicas' own.
+
+    Args:
+        variables: The variables.
+        combined: The values for reads outside of replica code.
+        copies: The replicas' own values of every variable, `(replicas, ...)`.
+    """
     _keras.follow_state((variables,), (combined,))
     for variable, *values in zip(variables, combined, copies, strict=True):
         _copies.write(variable, tuple(values))

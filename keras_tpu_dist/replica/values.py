@@ -173,7 +173,12 @@ class PerReplica(TensorFlowNames):
 
 
 def check_owner(value: PerReplica, strategy: Strategy) -> None:
-    """Raises a `ValueError` if a value belongs to another strategy."""
+    """Raises a `ValueError` if a value belongs to another strategy.
+
+    Args:
+        value: The value.
+        strategy: The strategy that is to use it.
+    """
     if value.strategy is not strategy:
         raise value_error(
             "Only the strategy that created a per-replica value can use it.",
@@ -192,7 +197,12 @@ class DescribedValue(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, with_checksum: bool = False) -> "DescribedValue":
-        """The description of a host value."""
+        """The description of a host value.
+
+        Args:
+            value: A number or an array.
+            with_checksum: Whether other processes have this replica too.
+        """
         array = np.asarray(value)
         number = checksum(array) if with_checksum and array.dtype.kind not in "OSU" else 0
         return cls(type(value).__name__, array.shape, str(array.dtype), number)
@@ -219,11 +229,20 @@ class HostParts:
         return shapes, self.axis, self.sizes, self.stacked
 
     def placed(self, strategy: Strategy) -> PerReplica:
-        """The value on the mesh."""
+        """The value on the mesh.
+
+        Args:
+            strategy: The strategy.
+        """
         return self.value(from_blocks(self.blocks, self.axis, strategy), strategy)
 
     def value(self, array: Any, strategy: Strategy) -> PerReplica:
-        """The per-replica value for an array on the mesh."""
+        """The per-replica value for an array on the mesh.
+
+        Args:
+            array: The array.
+            strategy: The strategy.
+        """
         return PerReplica(array, strategy, axis=self.axis, stacked=self.stacked, sizes=self.sizes)
 
 
@@ -231,6 +250,7 @@ class Steps:
     """An array for every one of several steps, stacked along a new first dimension.
 
     Args:
+        array: The stack, on the mesh.
         form: Creates the value of one step from its array; `None` if the value is the array itself.
     """
 
@@ -260,13 +280,22 @@ def _step_of(array, number, sharding):
 
 
 def in_single_steps(batches: Any) -> Iterator[Any]:
-    """The batches of several steps, one after the other."""
+    """The batches of several steps, one after the other.
+
+    Args:
+        batches: The structure of a batch, with `Steps` instead of every array.
+    """
     for number in range(len(jax.tree.leaves(batches)[0])):
         yield jax.tree.map(lambda steps, number=number: steps[number], batches)
 
 
 def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
-    """Transfers an array of several steps at once."""
+    """Transfers an array of several steps at once.
+
+    Args:
+        steps: Its values for every step, all with the same `form`.
+        strategy: The strategy.
+    """
     first = steps[0]
     blocks = {i: np.stack([step.blocks[i] for step in steps]) for i in first.blocks}
     array = from_blocks(blocks, first.axis + 1, strategy)
@@ -274,7 +303,13 @@ def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
 
 
 def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: str) -> HostParts:
-    """One host value per replica, padded along the first dimension if need be."""
+    """One host value per replica, padded along the first dimension if need be.
+
+    Args:
+        own: The values by the number of their replica, at least for the replicas of this process.
+        every: The descriptions of all replicas' values.
+        name: The function that returned them, for errors.
+    """
     _check_fit(every, name)
     lengths = [described.shape[0] for described in every if described.shape]
     sizes, arrays = {}, {replica: np.asarray(value) for replica, value in own.items()}
@@ -286,7 +321,13 @@ def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: st
 
 
 def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
-    """A structure of host values per replica as one structure of `PerReplica`."""
+    """A structure of host values per replica as one structure of `PerReplica`.
+
+    Args:
+        own: The structures by the number of their replica, for the replicas of this process.
+        strategy: The strategy.
+        name: The function that returned them, for errors.
+    """
     flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
     structures, described = _described(flat, strategy, name)
     if len(structures) > 1:

@@ -19,8 +19,12 @@ class Point:
     """One dry run.
 
     Args:
+        number: Its number in the table.
+        words: Its description.
         group: Its group; every group has a colour.
+        bytes: Memory on one device.
         seconds: The range of the step time, or `None` if unknown.
+        fits: Whether it fits in memory.
     """
 
     number: int
@@ -32,7 +36,11 @@ class Point:
 
 
 def colours_of(points: Sequence[Point]) -> dict[str, str]:
-    """The colours of the groups."""
+    """The colours of the groups.
+
+    Args:
+        points: The points.
+    """
     groups = dict.fromkeys(point.group for point in points)
     return {group: distinct(n) for n, group in enumerate(groups)}
 
@@ -42,6 +50,10 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
 
     A range of times is a line with the point in its middle. Points that do not fit in memory are
     hollow; points without a time have a row of their own.
+
+    Args:
+        points: The points; at least one has a time.
+        limit: HBM of one device, or `None`.
     """
     most_bytes = _above(1.06 * max([*(p.bytes for p in points), limit or 0]), 1024.0)
     most_seconds = _above(1.06 * max(p.seconds[1] if p.seconds else 0.0 for p in points))

@@ -66,6 +66,9 @@ def axis_colour(axes: Iterable[str], names: Sequence[str]) -> str:
 def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
     """A legend for the colours of axes.
 
+    Args:
+        mesh: Axis names and sizes.
+
     Returns:
         Colours with their words: the axes, one entry for all axes without a colour of their own,
         and one for replicated arrays.
@@ -77,12 +80,21 @@ def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def distinct(number: int) -> str:
-    """The colour of an item that a picture distinguishes from others."""
+    """The colour of an item that a picture distinguishes from others.
+
+    Args:
+        number: Its number, from 0.
+    """
     return DISTINCT[number % len(DISTINCT)]
 
 
 def colours_left_out(count: int, what: str) -> str:
-    """A note if items share a colour, or `""`."""
+    """A note if items share a colour, or `""`.
+
+    Args:
+        count: The number of items.
+        what: Their name, in the plural.
+    """
     if count <= len(DISTINCT):
         return ""
     return f"{count} {what} share {len(DISTINCT)} colours"

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.show.text import text_table, text_width
+from keras_tpu_dist.show.text import text_width
 
-# Nobody reads longer tables; beyond this number of lines, similar rows share a line.
-MOST_LINES = 48
 # Repetitions are folded only if this saves at least so many lines.
 _LEAST_SAVED = 4
 # The largest number of layers in a repeated block.
@@ -44,21 +42,16 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Alike:
-    """Rows that share a line.
-
-    Attributes:
-        pattern: A pattern that all of their paths match, with `*` for the parts that differ, if
-            they come from anywhere in the model; `""` if they are consecutive in one layer.
-    """
+    """Consecutive rows of one layer that are equal except for one name: they share a line."""
 
     rows: tuple[Any, ...]
-    pattern: str = ""
 
     def name(self, path: Callable[[Any], str], within: str = "") -> str:
         """A short form of the paths of its rows.
 
         Args:
             path: A function from a row to its path.
+            within: The path above all rows, with a slash at its end, or `""`.
 
         Example:
 
@@ -67,88 +60,57 @@ class Alike:
         >>> Alike(("block/up_dense/kernel", "block/gate_dense/kernel")).name(str, "block/")
         '{up, gate}_dense/kernel'
         """
-        return self.pattern or _braced([path(row).removeprefix(within) for row in self.rows])
+        return _braced([path(row).removeprefix(within) for row in self.rows])
 
 
 def short_rows(
     rows: Sequence[Any],
     path: Callable[[Any], str],
     key: Callable[[Any], Any],
-    alike: Callable[[Any], tuple[Any, str]],
     cells: Callable[[Sequence[Any], str, str], tuple[str, ...]],
     size: Callable[[Sequence[Any]], str] = lambda rows: "",
 ) -> list[tuple[str, ...] | str]:
-    """Rows for `text_table` and `html_table`, few enough to read.
-
-    It folds equal blocks. If there are still more than `MOST_LINES` lines, rows from anywhere in
-    the model share a line: those of layers that differ only in numbers; if that is not enough,
-    those with the same last name; then all with the same layout.
+    """Rows for `text_table` and `html_table`, in which equal blocks are folded.
 
     Args:
+        rows: The rows of all weights.
         path: A function from a row to its path, with `/` between names.
         key: A function from a row to the data that must be equal in equal blocks.
-        alike: A function from a row to the data that must be equal in a shared line, and to a
-            sentence in which numbers and quoted names may differ.
         cells: A function from the rows of a line, their name and the path above them to the cells.
         size: A function from the rows of a block to a text about one block.
     """
-    found: list[tuple[str, ...] | str] = []
-    for entries in _shorter_and_shorter(rows, path, key, alike):
-        found = list(table_rows(entries, path, cells, size))
-        if len(text_table((), found, indent="").splitlines()) <= MOST_LINES:
-            break
-    return found
-
-
-def _shorter_and_shorter(rows, path, key, alike) -> Iterator[tuple[Any, ...]]:
-    yield _joined(folded(rows, path, key), path, key)
-    # Weights that do not train are listed with their layer.
-    layers = children_of(rows, lambda row: path(row).rpartition("/")[0] + "/")
-    ordered = [row for those in layers.values() for row in those]
-    yield _of_one_kind(families(ordered, path, alike, kind_of), path, key)
-    for label in (lambda name: name.rpartition("/")[2], lambda name: ""):
-        yield families(ordered, path, alike, label)
+    entries = _joined(folded(rows, path, key), path, key)
+    return list(table_rows(entries, path, cells, size))
 
 
 def families(
     rows: Iterable[Any],
     path: Callable[[Any], str],
-    alike: Callable[[Any], tuple[Any, str]],
+    key: Callable[[Any], Any],
     label: Callable[[str], str],
-) -> tuple[Alike, ...]:
-    """Groups similar rows from anywhere in the model, in the order of their first rows.
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Groups rows from anywhere in the model, in the order of their first rows.
 
     Args:
-        alike: A function from a row to the data that must be equal, and to a sentence in which
-            numbers and quoted names may differ.
+        rows: The rows of all layers.
+        path: A function from a row to its path, with `/` between names.
+        key: A function from a row to the data that must be equal.
         label: A function from a path to the part of it that must be equal.
+
+    Returns:
+        For every group, a pattern that all of its paths match, and its rows.
     """
-    found: dict[tuple, list[Any]] = {}
+    groups: dict[tuple, list[Any]] = {}
     for row in rows:
-        equal, sentence = alike(row)
-        kind = label(path(row)), equal, re.sub(r"'[^']*'|\d+", "#", sentence)
-        found.setdefault(kind, []).append(row)
-    return tuple(Alike(tuple(those), pattern_of(map(path, those))) for those in found.values())
-
-
-def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
-    """Joins neighbours that are equal, weight by weight, in layers of the same kind."""
-    found: list[Alike] = []
-    for one in those:
-        last = found[-1] if found else one
-        layers = [[kind_of(path(row).rpartition("/")[0]) for row in a.rows] for a in (last, one)]
-        rows = len(one.rows)
-        equal = [*map(key, last.rows[-rows:])] == [*map(key, one.rows)]
-        if last is not one and layers[0][-rows:] == layers[1] and equal:
-            together = (*last.rows, *one.rows)
-            found[-1] = Alike(together, pattern_of(map(path, together)))
-        else:
-            found.append(one)
-    return tuple(found)
+        groups.setdefault((label(path(row)), key(row)), []).append(row)
+    return [(pattern_of(map(path, group)), tuple(group)) for group in groups.values()]
 
 
 def kind_of(name: str) -> str:
     """A path with `#` for the numbers, and for numbers with a letter, that distinguish layers.
+
+    Args:
+        name: The path.
 
     Example:
 
@@ -161,6 +123,9 @@ def kind_of(name: str) -> str:
 def pattern_of(paths: Iterable[str]) -> str:
     """A pattern that paths match, with `*` for numbers, layers or names that differ.
 
+    Args:
+        paths: The paths, at least one.
+
     Example:
 
     >>> pattern_of(["block2a_conv/kernel", "block2b_conv/kernel"])
@@ -168,22 +133,27 @@ def pattern_of(paths: Iterable[str]) -> str:
     >>> pattern_of(["a/gamma", "b/beta"])
     '*/{gamma, beta}'
     """
-    known = list(dict.fromkeys(paths))
-    if len(known) == 1:
-        return known[0]
-    if len({kind_of(name) for name in known}) == 1:
-        numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", name) for name in known]
+    different = list(dict.fromkeys(paths))
+    if len(different) == 1:
+        return different[0]
+    if len({kind_of(name) for name in different}) == 1:
+        numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", name) for name in different]
         if len({len(number) for number in numbers}) == 1:
-            return "".join(level[0] if len({*level}) == 1 else "*" for level in zip(*numbers))
+            return "".join(
+                level[0] if len({*level}) == 1 else "*" for level in zip(*numbers, strict=True)
+            )
         # The first of Keras's automatic names has no number.
-        return kind_of(known[0]).replace("#", "*").replace("/", "*/")
-    layers, names = zip(*(name.rpartition("/")[::2] for name in known))
+        return kind_of(different[0]).replace("#", "*").replace("/", "*/")
+    layers, names = zip(*(name.rpartition("/")[::2] for name in different), strict=True)
     above = pattern_of(layers) if len({*map(kind_of, layers)}) == 1 else "*"
     return f"{above}/{_braced(names)}" if above else _braced(names)
 
 
 def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
     """A short form of shapes: their number, and the smallest and the largest if they differ.
+
+    Args:
+        shapes: The shapes, at least one.
 
     Example:
 
@@ -195,31 +165,9 @@ def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
     return f"{times}{low}" if low == high else f"{times}{low} to {high}"
 
 
-def merged(texts: Iterable[str]) -> str:
-    """Joins sentences that differ in numbers and quoted names."""
-    known = list(dict.fromkeys(texts))
-    if len(known) == 1:
-        return known[0]
-    parts = [re.split(r"('[^']*'|\d+)", text) for text in known]
-    if len({len(part) for part in parts}) > 1:
-        return f"{known[0]}, and the like"
-    return "".join(_merged_part([*dict.fromkeys(level)]) for level in zip(*parts))
-
-
-def _merged_part(those: list[str]) -> str:
-    if len(those) == 1:
-        return those[0]
-    if all(text.isdecimal() for text in those):
-        numbers = sorted(map(int, those))
-        return f"{numbers[0]} to {numbers[-1]}"
-    if len({kind_of(text) for text in those}) == 1:
-        return pattern_of(those)
-    return "'...'"
-
-
 def _braced(names: Sequence[str]) -> str:
     """Names that differ in one part, with the parts in braces."""
-    levels = zip(*(name.split("/") for name in names))
+    levels = zip(*(name.split("/") for name in names), strict=True)
     return "/".join(level[0] if len({*level}) == 1 else _choice(level) for level in levels)
 
 
@@ -228,8 +176,10 @@ def _choice(names: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(kind_of(name), []).append(name)
-    known = [pattern_of(those) if len(those) > _MOST_NAMES else those for those in kinds.values()]
-    words = [word for those in known for word in ([those] if isinstance(those, str) else those)]
+    of_kinds = [
+        pattern_of(those) if len(those) > _MOST_NAMES else those for those in kinds.values()
+    ]
+    words = [word for those in of_kinds for word in ([those] if isinstance(those, str) else those)]
     if len(words) == 1:
         return words[0]
     parts = [re.findall(r"[^_]+_?", word) for word in words]
@@ -251,7 +201,7 @@ def _choice(names: Iterable[str]) -> str:
 def _shared(parts: Sequence[Sequence[str]]) -> int:
     """The length of the common start."""
     count = 0
-    for level in zip(*parts):
+    for level in zip(*parts, strict=False):
         if len({*level}) > 1:
             break
         count += 1
@@ -260,15 +210,15 @@ def _shared(parts: Sequence[Sequence[str]]) -> int:
 
 def _joined(entries: Iterable[Any], path, key) -> tuple[Any, ...]:
     """Joins neighbours in a layer into one line if they are equal except for one name."""
-    found: list[Any] = []
+    joined: list[Any] = []
     for entry in entries:
         if isinstance(entry, Repeated):
-            found.append(dataclasses.replace(entry, entries=_joined(entry.entries, path, key)))
-        elif found and isinstance(found[-1], Alike) and _joins(found[-1], entry, path, key):
-            found[-1] = Alike((*found[-1].rows, entry))
+            joined.append(dataclasses.replace(entry, entries=_joined(entry.entries, path, key)))
+        elif joined and isinstance(joined[-1], Alike) and _joins(joined[-1], entry, path, key):
+            joined[-1] = Alike((*joined[-1].rows, entry))
         else:
-            found.append(Alike((entry,)))
-    return tuple(found)
+            joined.append(Alike((entry,)))
+    return tuple(joined)
 
 
 def _joins(those: Alike, row: Any, path, key) -> bool:
@@ -277,7 +227,7 @@ def _joins(those: Alike, row: Any, path, key) -> bool:
     names = [path(line).split("/") for line in (*those.rows, row)]
     if len({*map(len, names)}) > 1:
         return False
-    differ = [n for n, level in enumerate(zip(*names)) if len({*level}) > 1]
+    differ = [n for n, level in enumerate(zip(*names, strict=True)) if len({*level}) > 1]
     # Parts of a layer share a line; layers side by side do not.
     return len(differ) == 1 and differ[0] > 0
 
@@ -294,7 +244,10 @@ def folded(
     equals `decoder_1/up/kernel` if both have the same key.
 
     Args:
+        rows: The rows.
+        path: A function from a row to its path, with `/` between names.
         key: A function from a row to the data that must be equal; numbers in strings may differ.
+        within: The path above all rows.
     """
     children = children_of(rows, path, within)
     keys = [tuple((unnumbered(path(r)), _masked(key(r))) for r in c) for c in children.values()]
@@ -329,7 +282,11 @@ def table_rows(
 
     Args:
         entries: `Alike` and `Repeated`.
+        path: A function from a row to its path.
+        cells: A function from the rows of a line, their name and the path above them to the cells.
+        size: A function from the rows of a block to a text about one block.
         within: The path above all entries, with a slash at its end, or `""`.
+        indent: The indentation of the first cells.
     """
     for entry in entries:
         if isinstance(entry, Alike):
@@ -351,6 +308,7 @@ def relative(text: str, within: str) -> str:
     """Makes the quoted paths in a sentence relative to a layer.
 
     Args:
+        text: The sentence.
         within: The layer's path with a slash at its end, or `""`.
 
     Example:
@@ -367,6 +325,8 @@ def children_of(
     """Groups rows by the next name in their paths, in the order of their first rows.
 
     Args:
+        rows: The rows.
+        path: A function from a row to its path.
         within: The path above all rows, with a slash at its end, or `""`.
     """
     children: dict[str, list[Any]] = {}
@@ -377,7 +337,11 @@ def children_of(
 
 
 def unnumbered(text: str) -> str:
-    """A path or a sentence without the numbers that distinguish equal layers."""
+    """A path or a sentence without the numbers that distinguish equal layers.
+
+    Args:
+        text: The text.
+    """
     return re.sub(r"\d+", "#", re.sub(r"_\d+(?![A-Za-z0-9_])", "", text))
 
 

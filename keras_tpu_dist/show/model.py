@@ -91,19 +91,19 @@ class ModelPicture(Picture):
         """The boxes in order, one for equal repeated blocks; if many, one for a kind of layer."""
         e = self.explanation
         above = _common(row.path for row in e.rows)
-        found: list[Box] = []
+        boxes: list[Box] = []
         loose: list[Any] = []
 
         for entry in e.entries():
             if not isinstance(entry, Repeated):
                 loose.append(entry)
                 continue
-            found += _layers(loose, above)
+            boxes += _layers(loose, above)
             loose = []
             within = _common(row.path for row in entry.rows)
-            found.append(Box(entry.words, entry.times, entry.rows, within))
-        found += _layers(loose, above)
-        return found if len(found) <= _MOST_BOXES else _by_kind(_layers(e.rows, above))
+            boxes.append(Box(entry.words, entry.times, entry.rows, within))
+        boxes += _layers(loose, above)
+        return boxes if len(boxes) <= _MOST_BOXES else _by_kind(_layers(e.rows, above))
 
     def to_dict(self) -> dict[str, Any]:
         """The picture as plain dicts and lists."""
@@ -118,8 +118,8 @@ class ModelPicture(Picture):
 
     def _colours(self, row: Any) -> list[str]:
         """The colours of the axes that split a weight."""
-        known = axis_colours(list(self.explanation.mesh))
-        colours = [known.get(name, FURTHER_AXES) for name in dict.fromkeys(names_in(row.axes))]
+        of_axes = axis_colours(list(self.explanation.mesh))
+        colours = [of_axes.get(name, FURTHER_AXES) for name in dict.fromkeys(names_in(row.axes))]
         return colours or [NONE]
 
     def __rich__(self):
@@ -139,20 +139,20 @@ class ModelPicture(Picture):
     def _text_table(self) -> Text:
         """The weights by block, with bars in the colours of their axes."""
         lines = [(box, _text_lines(box)) for box in self.boxes()]
-        largest = max((_sum(those) for _, found in lines for _, those in found), default=1)
+        largest = max((_sum(those) for _, of_box in lines for _, those in of_box), default=1)
         rows: list[tuple[str, ...] | str] = []
         colours = []
-        for box, found in lines:
+        for box, of_box in lines:
             rows.append(box.title)
-            for name, those in found:
+            for name, those in of_box:
                 whole, here = _sum(those), sum(row.bytes_per_device for row in those)
                 shapes = shapes_text([row.shape for row in those])
                 drawn = size_text(whole), size_text(here), _text_bar(whole, here, largest)
                 rows.append((f"  {name}", shapes, those[0].layout, *drawn))
                 colours.append(self._colours(those[0])[0])
         text = Text(text_table(_COLUMNS, rows, indent="") if rows else "")
-        for found, colour in zip(re.finditer("[█▏]+░*", text.plain), colours):
-            text.stylize(colour, found.start(), found.end())
+        for drawn_bar, colour in zip(re.finditer("[█▏]+░*", text.plain), colours, strict=True):
+            text.stylize(colour, drawn_bar.start(), drawn_bar.end())
         return text
 
     def _blocks(self) -> list[str]:
@@ -188,8 +188,8 @@ class ModelPicture(Picture):
         return bars
 
     def _colour_of(self, words: str) -> str:
-        known = axis_colours(list(self.explanation.mesh))
-        return known.get(words.split(" and ")[0], NONE)
+        of_axes = axis_colours(list(self.explanation.mesh))
+        return of_axes.get(words.split(" and ")[0], NONE)
 
     def _html_box(self, box: Box, largest: int) -> str:
         parts = []
@@ -252,9 +252,9 @@ class ModelPicture(Picture):
 
 def _layers(rows: Sequence[Any], above: str) -> list[Box]:
     """A box for every layer below a path, and one for the weights directly below it."""
-    own = [row for row in rows if "/" not in row.path.removeprefix(above)]
-    rest = [row for row in rows if row not in own]
-    boxes = [Box(above.rstrip("/") or own[0].path, 1, tuple(own), above)] if own else []
+    direct = [row for row in rows if "/" not in row.path.removeprefix(above)]
+    rest = [row for row in rows if row not in direct]
+    boxes = [Box(above.rstrip("/") or direct[0].path, 1, tuple(direct), above)] if direct else []
     for name, those in children_of(rest, lambda row: row.path, above).items():
         boxes.append(Box(f"{above}{name}", 1, tuple(those), f"{above}{name}/"))
     return boxes
@@ -264,7 +264,7 @@ def _common(paths: Iterable[str]) -> str:
     """The layers that contain all paths, with a slash at the end, or `""`."""
     names: Sequence[Sequence[str]] = [path.split("/")[:-1] for path in paths]
     shared = []
-    for level in zip(*names):
+    for level in zip(*names, strict=False):
         if len(set(level)) > 1:
             break
         shared.append(level[0])
@@ -276,21 +276,23 @@ def _by_kind(boxes: Sequence[Box]) -> list[Box]:
     kinds: dict[str, list[Box]] = {}
     for box in boxes:
         kinds.setdefault(kind_of(box.words), []).append(box)
-    found = []
+    boxes_by_kind = []
     for those in kinds.values():
         rows = tuple(row for box in those for row in box.rows)
         words = pattern_of([box.words for box in those])
         within = _common(map(_path, rows))
-        found.append(those[0] if len(those) == 1 else Box(words, 1, rows, within, len(those)))
-    return found
+        boxes_by_kind.append(
+            those[0] if len(those) == 1 else Box(words, 1, rows, within, len(those))
+        )
+    return boxes_by_kind
 
 
 def _text_lines(box: Box) -> list[tuple[str, tuple[Any, ...]]]:
     """The weights of a box by name; if many, those with the same name and layout share a line."""
     if len(box.rows) <= _MOST_WEIGHTS:
         return [(row.path.removeprefix(box.within), (row,)) for row in box.rows]
-    alike = families(box.rows, _path, lambda row: (row.layout, ""), _last)
-    return [(_last(family.rows[0].path), family.rows) for family in alike]
+    alike = families(box.rows, _path, lambda row: row.layout, _last)
+    return [(_last(rows[0].path), rows) for _, rows in alike]
 
 
 def _last(path: str) -> str:

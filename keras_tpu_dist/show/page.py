@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: sortable tables, bars, styles."""
+"""Self-contained HTML pages: tables, bars, styles."""
 
 import contextlib
 import html
@@ -68,48 +68,12 @@ _PAGE_STYLE = (
     ".tiles{display:flex;flex-wrap:wrap;gap:.8em;margin:1em 0}"
     ".tiles div{background:var(--panel);border-radius:6px;padding:.6em 1em}"
     ".tiles b{display:block;font-size:1.25em}"
-    ".panels{display:flex;flex-wrap:wrap;gap:1.5em;margin:.8em 0 1.5em}"
-    "figure{margin:0;background:var(--panel);border-radius:6px;padding:1em;max-width:100%;"
-    "box-sizing:border-box;overflow-x:auto}"
-    "@media(max-width:600px){.ktd figure svg{max-width:none}}"
-    "th button{font:inherit;font-weight:bold;color:inherit;background:none;border:0;padding:0;"
-    "cursor:pointer;text-align:inherit}th button:after{content:'\\a0\\2195';opacity:.4}"
-    "th[aria-sort=ascending] button:after{content:'\\a0\\2191';opacity:1}"
-    "th[aria-sort=descending] button:after{content:'\\a0\\2193';opacity:1}"
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1.2em;margin:.6em 0;"
     "font-size:13px}"
     "dd{margin:0}@media(max-width:40em){dl{display:block}dd{margin:0 0 .3em 1.2em}}"
-    "svg.others [data-group]{opacity:.15}svg.others [data-group].same{opacity:1}"
 )
-# A click on a column's head sorts the table; chips that exchange data with the chip under the mouse
-# are highlighted.
-_SCRIPT = """
-for (const table of document.querySelectorAll("table.sortable")) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  const key = (row, n) => row.cells[n].dataset.value ?? row.cells[n].textContent;
-  heads.forEach((head, n) => head.firstElementChild.addEventListener("click", () => {
-    const numbers = [...body.rows].some(row => "value" in row.cells[n].dataset);
-    const now = head.getAttribute("aria-sort") ?? (numbers ? "ascending" : "descending");
-    const down = now === "ascending";
-    heads.forEach(each => each.removeAttribute("aria-sort"));
-    head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const order = (a, b) => numbers ? (Number(key(a, n)) || 0) - (Number(key(b, n)) || 0)
-      : key(a, n).localeCompare(key(b, n));
-    body.append(...[...body.rows].sort((a, b) => down ? order(b, a) : order(a, b)));
-  }));
-}
-for (const svg of document.querySelectorAll("svg")) {
-  const mark = group => {
-    svg.classList.toggle("others", group !== undefined);
-    for (const each of svg.querySelectorAll("[data-group]"))
-      each.classList.toggle("same", each.dataset.group === group);
-  };
-  svg.addEventListener("mouseover", event => mark(event.target.dataset.group));
-  svg.addEventListener("mouseleave", () => mark(undefined));
-}
-"""
-# The page loads and sends nothing, whatever the names in a model contain.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+# The page loads, runs and sends nothing, whatever the names in a model contain.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True)
@@ -117,7 +81,8 @@ class TableCell:
     """A cell of a table.
 
     Attributes:
-        value: The number to sort by; without one, the table sorts by the text.
+        value: The number that it shows, if any: columns with numbers are right-aligned.
+        markup: HTML to show in place of the text, or `""`.
     """
 
     text: str
@@ -127,7 +92,7 @@ class TableCell:
 
 @dataclass(frozen=True, repr=False)
 class Table(Printed):
-    """A table of a report, as text, in a notebook, or on a page, where a click sorts it.
+    """A table of a report, as text, in a notebook, or on a page.
 
     Attributes:
         title: The line above it, or `""`.
@@ -144,14 +109,16 @@ class Table(Printed):
         return f"{self.title}\n{table}" if self.title else table
 
     def html(self) -> str:
-        """The table for a notebook, which runs no script."""
+        """The table for a notebook."""
         above = f"<p>{html.escape(self.title)}</p>" if self.title else ""
         return above + html_table(self.header, self._texts())
 
     def section(self) -> str:
         """The table for a page."""
         title = html.escape(self.title[:1].upper() + self.title[1:])
-        table = sortable(self.header, self.rows) if self.header else html_table((), self._texts())
+        table = (
+            table_of_cells(self.header, self.rows) if self.header else html_table((), self._texts())
+        )
         return f"<h2>{title}</h2>{table}" if title else table
 
     def _texts(self) -> list[list[str]]:
@@ -177,8 +144,8 @@ class Page(Shown):
     def to_html(self, path: str | os.PathLike | None = None) -> str | None:
         """The full report as an HTML page.
 
-        It has drawings, and tables that you sort by a click on a column. It is one file that loads
-        nothing else, and uses the browser's light or dark colours.
+        It has drawings and tables. It is one file that loads nothing else, runs no script, and uses
+        the browser's light or dark colours.
 
         Args:
             path: The file to write. An existing file is replaced atomically. By default, the text
@@ -244,32 +211,42 @@ class Report(Page):
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A complete page, with its style and its script."""
+    """A complete page, with its style.
+
+    Args:
+        title: The page's title, as plain text.
+        parts: HTML.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}{_PAGE_STYLE}</style></head>"
-        f'<body><main class="ktd">{"".join(parts)}</main><script>{_SCRIPT}</script></body></html>\n'
+        f'<body><main class="ktd">{"".join(parts)}</main></body></html>\n'
     )
 
 
 def fragment(title: str, *parts: str) -> str:
-    """A part of a page, for the output of a notebook cell."""
+    """A part of a page, for the output of a notebook cell.
+
+    Args:
+        title: Its first line, as plain text, or `""`.
+        parts: HTML.
+    """
     head = f"<p><b>{html.escape(title)}</b></p>" if title else ""
     return f'<div class="ktd"><style>{_STYLE}</style>{head}{"".join(parts)}</div>'
 
 
-def sortable(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -> str:
-    """A table that sorts by a click on the head of a column."""
+def table_of_cells(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -> str:
+    """An HTML table whose cells may have markup."""
     cells = [[c if isinstance(c, TableCell) else TableCell(c) for c in row] for row in rows]
     numeric = [any(_is_number(row[n]) for row in cells) for n in range(len(header))]
     heads = "".join(
-        f'<th scope="col"{_numeric(n)}><button type="button">{html.escape(name)}</button></th>'
+        f'<th scope="col"{_numeric(n)}>{html.escape(name)}</th>'
         for name, n in zip(header, numeric, strict=True)
     )
     body = "".join(f"<tr>{''.join(map(_cell, row, numeric))}</tr>" for row in cells)
-    return f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> str:
@@ -290,7 +267,11 @@ def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> s
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """A legend of colours."""
+    """A legend of colours.
+
+    Args:
+        entries: Colours with their words, as plain text.
+    """
     keys = (
         f'<span class="key"><i style="background:{colour}"></i>{html.escape(words)}</span>'
         for colour, words in entries
@@ -299,13 +280,21 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def definitions(words: Iterable[tuple[str, str]]) -> str:
-    """A list of terms with their meanings."""
+    """A list of terms with their meanings.
+
+    Args:
+        words: Terms and meanings, as plain text.
+    """
     items = (f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
     return f'<dl class="muted">{"".join(items)}</dl>'
 
 
 def code(line: str) -> str:
-    """A line to copy."""
+    """A line to copy.
+
+    Args:
+        line: The line, as plain text.
+    """
     return f"<pre>{html.escape(line)}</pre>"
 
 
@@ -313,6 +302,7 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
     """Returns a page, or writes it to a file.
 
     Args:
+        text: The page.
         path: The file; an existing file is replaced atomically. `None` to get the text.
     """
     if path is None:
@@ -332,7 +322,11 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
 
 def file_of(path: str | os.PathLike) -> Path:
-    """The file for a page, a picture or a model, checked."""
+    """The file for a page, a picture or a model, checked.
+
+    Args:
+        path: The user's path.
+    """
     named = isinstance(path, (str, os.PathLike)) and os.fspath(path) != ""
     if not named:
         raise value_error(
@@ -353,9 +347,8 @@ def file_of(path: str | os.PathLike) -> Path:
 
 
 def _cell(cell: TableCell, numeric: bool) -> str:
-    value = "" if cell.value is None else f' data-value="{float(cell.value)!r}"'
     inner = cell.markup or cell_html(cell.text)
-    return f"<td{value}{_numeric(numeric and not cell.markup)}>{inner}</td>"
+    return f"<td{_numeric(numeric and not cell.markup)}>{inner}</td>"
 
 
 def _is_number(cell: TableCell) -> bool:

@@ -1,5 +1,6 @@
 """Pictures of meshes, and of tensors over a mesh: terminal, HTML/SVG, PNG."""
 
+import html
 import io
 import itertools
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ from keras_tpu_dist.show.colours import (
     colours_left_out,
     distinct,
 )
-from keras_tpu_dist.show.page import Shown, delivered, file_of
+from keras_tpu_dist.show.page import Page, delivered, document, file_of
 from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
 from keras_tpu_dist.show.text import text_width, wrapped
 
@@ -31,7 +32,11 @@ PANELS_SHOWN = 64
 
 
 def panels_left_out(panels: Sequence[tuple[str, Any]]) -> str:
-    """A note if there are more panels than a picture has room for, or `""`."""
+    """A note if there are more panels than a picture has room for, or `""`.
+
+    Args:
+        panels: All panels with their titles.
+    """
     if len(panels) <= PANELS_SHOWN:
         return ""
     first, last = panels[PANELS_SHOWN][0], panels[-1][0]
@@ -43,12 +48,17 @@ def slice_text(index: tuple[int, int], size: int) -> str:
 
     Args:
         index: `(start, stop)` in one dimension.
+        size: The number of elements in that dimension.
     """
     return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
 
 
 def as_plain_text(renderable) -> str:
-    """The output of rich, without colours."""
+    """The output of rich, without colours.
+
+    Args:
+        renderable: A picture, or anything else that rich can print.
+    """
     console = Console(
         width=text_width(), color_system=None, record=True, file=io.StringIO(), force_jupyter=False
     )
@@ -57,7 +67,11 @@ def as_plain_text(renderable) -> str:
 
 
 def devices_text(piece: Any) -> str:
-    """A short form of the devices that hold a piece."""
+    """A short form of the devices that hold a piece.
+
+    Args:
+        piece: A `Piece`, its device ids in ascending order.
+    """
     ids = piece.devices
     if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]}-{ids[-1]}"
@@ -69,6 +83,7 @@ def device_label(device_id: int, process: int, coords) -> str:
     """The label of a device: its id, its coordinates on the torus and its host.
 
     Args:
+        device_id: JAX's id of the device.
         process: The index of its process; the label has no host for process 0.
         coords: Its coordinates on the torus, or `None` for a device without coordinates.
     """
@@ -76,7 +91,7 @@ def device_label(device_id: int, process: int, coords) -> str:
     return f"{device_id}{place}" + (f" host {process}" if process else "")
 
 
-class Picture(Shown):
+class Picture(Page):
     """The base class of pictures, as text, HTML and SVG."""
 
     def __str__(self) -> str:
@@ -89,16 +104,24 @@ class Picture(Shown):
         """The picture as SVG."""
         raise NotImplementedError
 
+    def _page(self) -> str:
+        return document(self._title(), [f"<h1>{html.escape(self._title())}</h1>", *self._blocks()])
+
     def save(self, path: str) -> None:
-        """Writes the picture to an `.svg` file."""
+        """Writes the picture to a file.
+
+        Args:
+            path: The file, which ends with `.svg`, or with `.html` for a page.
+        """
         file = file_of(path)
-        if file.suffix.lower() != ".svg":
+        texts = {".svg": self.svg, ".html": self._page}
+        if file.suffix.lower() not in texts:
             raise value_error(
-                "A picture is written as an .svg file.",
+                "A picture is written as an .svg or .html file.",
                 received={"path": str(path)},
-                fix="Give the file this ending; browsers and drawing programs convert it.",
+                fix="Give the file one of these endings; browsers and drawing programs convert it.",
             )
-        delivered(self.svg(), file)
+        delivered(texts[file.suffix.lower()](), file)
 
 
 @dataclass(frozen=True)
@@ -146,7 +169,7 @@ class TensorPicture(Picture):
             groups.setdefault(key, {}).setdefault(row, []).append(piece)
         panels = []
         for key, lines in groups.items():
-            parts = {d: slice_text(k, self.shape[d]) for d, k in zip(others, key)}
+            parts = {d: slice_text(k, self.shape[d]) for d, k in zip(others, key, strict=True)}
             drawn = {self.rows: "rows", self.columns: "columns"}
             names = [parts.get(d) or drawn[d] for d in range(len(self.shape))]
             grid = [sorted(line, key=lambda p: p.index) for _, line in sorted(lines.items())]
@@ -198,7 +221,9 @@ class TensorPicture(Picture):
         return axis_colour(entry_names(entry), list(self.mesh))
 
     def _index(self, piece: Piece) -> str:
-        return f"[{', '.join(slice_text(i, n) for i, n in zip(piece.index, self.shape))}]"
+        return (
+            f"[{', '.join(slice_text(i, n) for i, n in zip(piece.index, self.shape, strict=True))}]"
+        )
 
     def svg(self) -> str:
         """The picture as SVG."""
@@ -257,7 +282,7 @@ class MeshPicture(Picture):
         panels = []
         outer = list(itertools.product(*(range(size) for size in sizes[:-2])))
         for n, index in enumerate(outer):
-            caption = ", ".join(f"{name}={i}" for name, i in zip(names, index))
+            caption = ", ".join(f"{name}={i}" for name, i in zip(names[:-2], index, strict=True))
             block = labels[n * rows * columns : (n + 1) * rows * columns]
             panels.append((caption, [block[r * columns :][:columns] for r in range(rows)]))
         return panels
@@ -334,6 +359,8 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
 
     Args:
         x: Its left side, in pixels.
+        y: Its top.
+        width: Its width.
         words: Its text; without text, nothing is drawn.
         colour: The colour of the axis; `NONE` if no axis splits the dimension.
     """
@@ -349,7 +376,13 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
 def svg_below(
     top: float, keys: Sequence[tuple[str, str]], lines: Sequence[str]
 ) -> tuple[float, list[str]]:
-    """The legend and the notes below a picture."""
+    """The legend and the notes below a picture.
+
+    Args:
+        top: The lower edge of the picture, in pixels.
+        keys: Colours with their words.
+        lines: Notes.
+    """
     parts, x, y = [], 4.0, top + 8
     for colour, words in keys:
         parts += [svg_box(x, y, 12, 12, colour), svg_text(x + 17, y + 10, words)]
@@ -379,11 +412,20 @@ def picture_of_mesh(mesh: Mesh) -> MeshPicture:
 
 
 def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) -> TensorPicture:
-    """Draws the slices of a tensor, and the devices that hold them."""
+    """Draws the slices of a tensor, and the devices that hold them.
+
+    Args:
+        name: The tensor's name.
+        shape: Its shape, of any rank.
+        sharding: Its layout.
+    """
     shape = tuple(shape)
     holders: dict[tuple, list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        key = tuple(slice_.indices(size)[:2] for slice_, size in zip(index or (), shape))
+        key = tuple(
+            slice_.indices(size)[:2]
+            for slice_, size in zip(index or (), shape, strict=index is not None)
+        )
         holders.setdefault(key, []).append(device.id)
     pieces = tuple(Piece(key, tuple(sorted(holders[key]))) for key in sorted(holders))
     split = [d for d in range(len(shape)) if len({p.index[d] for p in pieces}) > 1]

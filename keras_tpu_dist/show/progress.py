@@ -60,6 +60,10 @@ def listening(listener: Listener) -> Iterator[None]:
 def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
     """Work of several stages, reported to the listener if there is one.
 
+    Args:
+        work: The work.
+        of: The number of its stages; more may come.
+
     Yields:
         A function to call at the start of every stage, with its words.
     """
@@ -110,9 +114,9 @@ def excused(words: str) -> Iterator[None]:
 def show_progress() -> Iterator[None]:
     """A context in which long work shows its stage and the number of stages left.
 
-    The line appears on standard error, for dry runs, `compare`, `search`, `largest_batch` and
-    `restore`. If standard error is not a terminal, there is no such line, but the first compilation
-    that takes ten seconds says how long it usually takes. Nested calls show the line only once.
+    The line appears on standard error, for dry runs, `search` and `restore`. If standard error is
+    not a terminal, there is no such line, but the first compilation that takes ten seconds says how
+    long it usually takes. Nested calls show the line only once.
 
     Example:
 

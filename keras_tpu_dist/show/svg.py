@@ -34,6 +34,7 @@ def svg_text(
         y: Its baseline, in pixels from the top.
         text: The line as plain text; it is escaped here.
         anchor: The part of the text at `x`: `"start"`, `"middle"` or `"end"`.
+        bold: Whether it is bold.
         colour: Its colour; by default that of the text around the picture.
     """
     weight = ' font-weight="bold"' if bold else ""
@@ -48,7 +49,12 @@ def svg_box(
 
     Args:
         x: Its left side, in pixels.
+        y: Its top.
+        width: Its width.
+        height: Its height.
+        fill: Its colour.
         title: The tooltip, as plain text; it is escaped here.
+        more: Further SVG attributes.
     """
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     inner = f"<title>{html.escape(title)}</title>" if title else ""
@@ -58,7 +64,15 @@ def svg_box(
 def svg_line(
     start: tuple[float, float], end: tuple[float, float], colour: str, width: float, more: str = ""
 ) -> str:
-    """A straight line in an SVG."""
+    """A straight line in an SVG.
+
+    Args:
+        start: Its start, in pixels.
+        end: Its end, in pixels.
+        colour: Its colour.
+        width: Its width, in pixels.
+        more: Further SVG attributes.
+    """
     (x1, y1), (x2, y2) = start, end
     place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     return f'<line {place} stroke="{colour}" stroke-width="{width:.1f}"{more}/>'

@@ -47,9 +47,16 @@ def size_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds in readable units."""
+    """Seconds in readable units.
+
+    Args:
+        seconds: The duration in seconds, not negative.
+    """
     if not seconds:
         return "0"
+    for unit, scale, least in (("h", 3600.0, 7200.0), ("min", 60.0, 120.0)):
+        if seconds >= least:
+            return f"{seconds / scale:.1f} {unit}"
     for unit, scale, rounding in (("s", 1.0, 5e-6), ("ms", 1e-3, 5e-8)):
         if seconds >= scale - rounding:
             return f"{seconds / scale:.2f} {unit}"
@@ -58,6 +65,11 @@ def duration_text(seconds: float) -> str:
 
 def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
     """A range in words; one number if both ends have the same text.
+
+    Args:
+        low: The lower end.
+        high: The upper end.
+        text: A function from a number to its text.
 
     Example:
 
@@ -92,6 +104,7 @@ def text_table(
     Args:
         header: Its first line, or `()` for none.
         rows: Its other lines, with the same number of cells; a `str` is a line across the table.
+        indent: The start of every line.
         width: The largest width of a line. Defaults to `text_width()`.
     """
     cells = [row for row in rows if not isinstance(row, str)]
@@ -117,6 +130,10 @@ def text_table(
 
 def wrapped(text: str, width: int) -> list[str]:
     """Wraps words into lines, all indented like the first; words that are too long break.
+
+    Args:
+        text: The words.
+        width: The largest number of letters in a line.
 
     Returns:
         The lines. Long words break after a slash or an underscore, or anywhere if necessary.
@@ -177,15 +194,17 @@ def _fitted(widths: list[int], numeric: list[bool], room: int) -> list[int]:
 
 def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[str]:
     """One row: as many lines as its longest cell needs."""
+    # The last column has no width if it goes below its row.
+    line, numeric = line[: len(widths)], numeric[: len(widths)]
     cells = [
         [cell] if right else wrapped(cell, width)
-        for cell, width, right in zip(line, widths, numeric)
+        for cell, width, right in zip(line, widths, numeric, strict=True)
     ]
     parts = [[c[n] if n < len(c) else "" for c in cells] for n in range(max(map(len, cells)))]
     return [
         (" " * _GAP).join(
             part.rjust(width) if right else part.ljust(width)
-            for part, width, right in zip(row, widths, numeric)
+            for part, width, right in zip(row, widths, numeric, strict=True)
         )
         for row in parts
     ]
@@ -204,11 +223,13 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> st
     columns = zip(*(row for row in rows if not isinstance(row, str)), strict=True)
     marks = [' class="n"' if _is_numeric(column) else "" for column in columns]
     marks = marks or [""] * len(header)
-    head = "".join(f"<th{m}>{cell_html(cell)}</th>" for cell, m in zip(header, marks))
+    head = "".join(
+        f"<th{m}>{cell_html(cell)}</th>" for cell, m in zip(header, marks, strict=bool(header))
+    )
     lines = [
         f'<td colspan="{len(marks)}"><b>{cell_html(row)}</b></td>'
         if isinstance(row, str)
-        else "".join(f"<td{m}>{cell_html(c)}</td>" for c, m in zip(row, marks))
+        else "".join(f"<td{m}>{cell_html(c)}</td>" for c, m in zip(row, marks, strict=True))
         for row in rows
     ]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -218,6 +239,9 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> st
 
 def cell_html(text: str) -> str:
     """The text of a cell, in which a long path may break behind a slash.
+
+    Args:
+        text: The words, as plain text.
 
     Example:
 

@@ -23,6 +23,10 @@ _BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
 def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
     """The number of steps for which an epoch needs the fewest launches.
 
+    Args:
+        num_batches: The batches of an epoch, or `None` if that is not known.
+        ragged: Whether the last batch is smaller; it is launched alone.
+
     Returns:
         A number from 1 to 32. Steps that do not fill a launch are launched one by one.
 
@@ -40,6 +44,10 @@ def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
 
 def steps_that_fit(bytes_per_device: float, steps: int) -> int:
     """The largest divisor of `steps` whose batches leave the devices' memory to the model.
+
+    Args:
+        bytes_per_device: The bytes of one batch on one device.
+        steps: The steps of a launch, chosen without regard to memory.
 
     Returns:
         At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB if that is
@@ -103,11 +111,19 @@ class AutoSteps:
                     model.steps_per_execution = "auto"
 
     def of(self, model: Any) -> int | None:
-        """The steps in a launch of a model, or `None` if the user has set them."""
+        """The steps in a launch of a model, or `None` if the user has set them.
+
+        Args:
+            model: The model.
+        """
         return self._steps if self._model is model else None
 
     def choose(self, epoch_iterator: Any) -> None:
-        """Sets the number for an epoch that is about to begin; Keras counts steps by it."""
+        """Sets the number for an epoch that is about to begin; Keras counts steps by it.
+
+        Args:
+            epoch_iterator: Keras's `EpochIterator` over the epoch.
+        """
         if self._model is None:
             return
         ragged = not epoch_iterator.steps_per_epoch and _keras.ends_ragged(

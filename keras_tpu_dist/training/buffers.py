@@ -53,12 +53,12 @@ class Owner:
             self._latest = [], []
             return values
         self.rest()
-        made = [known and known() for known in map(self._made.get, map(id, variables))]
+        made = [value_of and value_of() for value_of in map(self._made.get, map(id, variables))]
         foreign = [i for i, value in enumerate(values) if value is not made[i]]
         if foreign:
             del made
             # Those of variables that are gone. Of a list: another owner may take a variable now.
-            for key in [key for key, known in list(self._made.items()) if known() is None]:
+            for key in [key for key, value_of in list(self._made.items()) if value_of() is None]:
                 self._made.pop(key, None)
             self.take([variables[i] for i in foreign])
             copy_apart(variables, values, foreign)
@@ -115,6 +115,8 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
     """Replaces some values by copies, in the list and in the variables.
 
     Args:
+        variables: The variables.
+        values: Their values; updated.
         which: The positions of values that something else may hold too.
     """
     size = {i: bytes_per_device(values[i]) for i in which}
@@ -134,7 +136,11 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
 
 
 def copies_apart(arrays: list) -> list:
-    """Copies of arrays, with the same layouts."""
+    """Copies of arrays, with the same layouts.
+
+    Args:
+        arrays: The arrays.
+    """
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
     # A `device_put` of an array that spans processes may be a collective, which others do not join.

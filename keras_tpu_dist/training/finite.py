@@ -72,6 +72,7 @@ class FiniteWatch:
     state.
 
     Args:
+        trainer: The model, before its first step.
         on_found: Called, once, with the first step that was not finite.
 
     Attributes:
@@ -104,13 +105,23 @@ class FiniteWatch:
         self._unread: deque = deque()
 
     def health_on(self, mesh: Mesh) -> Any:
-        """The health for the next launch."""
+        """The health for the next launch.
+
+        Args:
+            mesh: The mesh on which these two scalars are replicated before the first launch.
+        """
         if self.health is None:
             (self.health,) = put([np.array([1, 0], np.int32)], [named_sharding(mesh)])
         return self.health
 
     def noted(self, outputs: Any, batch: PlacedBatch, steps: int) -> Any:
-        """Takes the report out of a launch's outputs and reads those of earlier launches."""
+        """Takes the report out of a launch's outputs and reads those of earlier launches.
+
+        Args:
+            outputs: `(outputs of the step, report)`.
+            batch: The batch of the launch.
+            steps: The number of its steps.
+        """
         outputs, report = outputs
         structure = flatten(batch.data)[1]
         first = self._steps + 1
@@ -157,6 +168,10 @@ class FiniteWatch:
 def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
     """A train step that also takes and returns the health, and changes nothing once it is bad.
 
+    Args:
+        step: `(state, batch) -> (outputs, state)`.
+        mask: Which variables to check; see `FiniteWatch.mask`.
+
     Returns:
         `((*state, health), batch) -> ((outputs, report), (*state, health))`.
     """
@@ -186,7 +201,10 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
         # One array: each output of a launch costs the host as much as a small callback.
         report = jnp.concatenate([jnp.stack([bad.astype("int32"), done]), found])
         kept = [
-            [jnp.where(bad, old, new) for new, old in zip(new_group, old_group, strict=True)]
+            [
+                jnp.where(bad, old.astype(new.dtype), new)
+                for new, old in zip(new_group, old_group, strict=True)
+            ]
             for new_group, old_group in zip(new_state, state, strict=True)
         ]
         return (outputs, report), (*kept, jnp.stack([1 - bad.astype("int32"), done]))
@@ -195,7 +213,11 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
 
 
 def first_bad(reports: jax.Array) -> jax.Array:
-    """The report of the first bad step of a launch; that of the first step if none is bad."""
+    """The report of the first bad step of a launch; that of the first step if none is bad.
+
+    Args:
+        reports: The reports of `watched_step`, each array stacked along a first dimension of steps.
+    """
     return reports[jnp.argmax(reports[:, 0])]
 
 

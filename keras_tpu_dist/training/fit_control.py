@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common import phases
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.position import InputPosition, random_numbers
 from keras_tpu_dist.training.finite import FiniteWatch
@@ -38,8 +37,8 @@ class FitControl:
     def end(self) -> None:
         """Forgets the requests of a fit's callbacks."""
         ending, self.at_end = self.at_end, []
-        for timeline in ending:
-            timeline()
+        for end in ending:
+            end()
         self.steps_left: int | None = None
         self.more_steps: Callable[[], int] | None = None
         self.watch: FiniteWatch | None = None
@@ -55,18 +54,26 @@ class FitControl:
         self._drawn_with: dict[str, Any] | None = None
 
     def counts_from(self, step: int) -> None:
-        """Records the number of train steps in the model's life, before the first launch."""
+        """Records the number of train steps in the model's life, before the first launch.
+
+        Args:
+            step: The number.
+        """
         self.step = step
-        phases.at_step(step)
 
     def launched(self, steps: int, batch: Any, outputs: Any) -> None:
-        """Calls the callbacks that observe launches."""
+        """Calls the callbacks that observe launches.
+
+        Args:
+            steps: The number of steps in the launch.
+            batch: Its batch, or several.
+            outputs: Its outputs.
+        """
         self.outputs = outputs
         if self.step is not None:
             self.step += steps
-            phases.at_step(self.step)
-            for told in self.on_launch:
-                told(self.step, steps, batch, outputs)
+            for observer in self.on_launch:
+                observer(self.step, steps, batch, outputs)
 
     def begin_epoch(self) -> None:
         """Records the random numbers with which workers of a `PyDataset` draw the epoch's order."""
@@ -75,7 +82,11 @@ class FitControl:
         self._drawn_with = random_numbers() if ahead else None
 
     def reads(self, iterator: DeviceIterator) -> None:
-        """Records the input of the next launch, and moves it to where training resumes."""
+        """Records the input of the next launch, and moves it to where training resumes.
+
+        Args:
+            iterator: The input.
+        """
         self.input = iterator
         if self.after_launch is not None:
             iterator.progress.keep_states()
@@ -86,15 +97,27 @@ class FitControl:
             iterator.begin_at(position)
 
     def input_position(self, done: int) -> InputPosition | None:
-        """The position in the input, or `None` before the first step."""
+        """The position in the input, or `None` before the first step.
+
+        Args:
+            done: The number of steps that ran in the current epoch.
+        """
         return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:
-        """The number of steps that a launch may have."""
+        """The number of steps that a launch may have.
+
+        Args:
+            steps: The number it would have.
+        """
         return steps if self.steps_left is None else min(steps, self.steps_left)
 
     def skip(self, most: int) -> int:
-        """Counts batches that are skipped because they were trained before."""
+        """Counts batches that are skipped because they were trained before.
+
+        Args:
+            most: The number of batches in a launch.
+        """
         steps = min(most, self.batches_to_skip)
         self.batches_to_skip -= steps
         # Not the last one: it was saved before callbacks saw its end, so they see it now.
@@ -107,7 +130,11 @@ class FitControl:
         return self.batches_to_skip == 0 and self.steps_left == 0
 
     def spend(self, steps: int) -> bool:
-        """Counts train steps; returns whether the last allowed step has run."""
+        """Counts train steps; returns whether the last allowed step has run.
+
+        Args:
+            steps: The number of steps in the launch that has just run.
+        """
         if self.steps_left is None:
             return False
         self.steps_left = max(self.steps_left - steps, 0)

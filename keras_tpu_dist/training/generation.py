@@ -1,5 +1,6 @@
 """`generate` of a language model under a strategy: prompts split over the mesh, caches in place."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,20 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
-from keras_tpu_dist.programs.generation import caches_in_place
+from keras_tpu_dist.layout.planner import device_memory
+from keras_tpu_dist.programs.answers import Level, PassContext, keep
 from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.passes import rewritten
 from keras_tpu_dist.training.protocol import Strategy
 
 
 class Generation:
-    """The function that `generate` calls: `(inputs, stop_token_ids) -> outputs`."""
+    """The function that `generate` calls: `(inputs, stop_token_ids) -> outputs`.
+
+    Args:
+        model: A language model of KerasHub, or one with the same methods.
+        strategy: Its strategy.
+    """
 
     def __init__(self, model: Any, strategy: Strategy):
         self._model, self._strategy = model, strategy
@@ -24,7 +32,11 @@ class Generation:
         self._variables = _state_variables(model)
 
     def serves(self, strategy: Strategy) -> bool:
-        """Whether it was created for this strategy and for the model's current variables."""
+        """Whether it was created for this strategy and for the model's current variables.
+
+        Args:
+            strategy: The model's strategy.
+        """
         now = _state_variables(self._model)
         return strategy is self._strategy and all(
             len(group) == len(known) and all(a is b for a, b in zip(group, known, strict=True))
@@ -32,7 +44,13 @@ class Generation:
         )
 
     def __call__(self, inputs: Any, stop_token_ids: Any = None) -> Any:
-        """Generates tokens after every prompt."""
+        """Generates tokens after every prompt.
+
+        Args:
+            inputs: The inputs of `generate_step`, such as `token_ids` and `padding_mask` of shape
+                `(batch, time)`; any number of rows.
+            stop_token_ids: Tokens that end a row, or `None`.
+        """
         model, strategy = self._model, self._strategy
         stops = None if stop_token_ids is None else tuple(int(i) for i in stop_token_ids)
         inputs = keras.tree.map_structure(_on_host, inputs)
@@ -50,13 +68,19 @@ class Generation:
             outputs, numbers = self._programs[stops](state, batch)
             for variable, value in zip(sampler, numbers, strict=True):
                 variable.assign(np.asarray(value))
-            return placer.own_rows(outputs, batch)
+            return placer.process_rows(outputs, batch)
 
 
 def generate_step(
     model: Any, placer: BatchPlacer, stop_token_ids: tuple[int, ...] | None
 ) -> Callable[[Any, PlacedBatch], tuple[Any, list]]:
-    """The model's own step as a function, `(state, batch) -> (outputs, sampler's state)`."""
+    """The model's own step as a function, `(state, batch) -> (outputs, sampler's state)`.
+
+    Args:
+        model: A model that generates.
+        placer: Trims batches in the program.
+        stop_token_ids: Tokens that end a row, or `None`.
+    """
     sampler = _keras.sampler_variables(model)
     groups = (sampler, *_state_variables(model))
     replicated = named_sharding(placer.mesh)
@@ -81,7 +105,14 @@ def generate_program(
     stop_token_ids: tuple[int, ...] | None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Jitted:
-    """The program of `generate`: `generate_step` with its caches in place."""
+    """The program of `generate`: `generate_step` as passes rewrite it.
+
+    Args:
+        model: See `generate_step`.
+        placer: See `generate_step`.
+        stop_token_ids: See `generate_step`.
+        compiler_options: Options for XLA; `None` for its defaults.
+    """
     replicated = named_sharding(placer.mesh)
 
     def layouts(state, batch: PlacedBatch):
@@ -89,9 +120,12 @@ def generate_program(
         shardings = (numbers, *_keras.state_shardings(model, "predict"))
         return shardings, placer.shardings(batch)
 
-    program = caches_in_place(generate_step(model, placer, stop_token_ids))
+    mesh, step = placer.mesh, generate_step(model, placer, stop_token_ids)
+    where = PassContext(model, "generate", mesh, tuple(placer.data_axes), device_memory(mesh))
+    program = rewritten(Level.LAUNCH, step, where)
     program.__name__ = "generate_step"
-    return Jitted(program, placer.mesh, layouts, compiler_options=compiler_options)
+    keeps = functools.partial(keep, "faults", model, kind=where.kind)
+    return Jitted(program, mesh, layouts, keep=keeps, compiler_options=compiler_options)
 
 
 def _state_variables(model: Any) -> tuple[list, list]:

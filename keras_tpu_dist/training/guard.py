@@ -45,14 +45,19 @@ class HostCopy:
     Every process copies the shards of its own devices, one by one. A `device_put` of a whole array
     to other memory is a program over all processes, which jax 0.10.1 cannot compile for CPU and
     which a single process cannot start.
+
+    Args:
+        state: The state on the devices.
     """
 
     def __init__(self, state: Any):
         self._taken_s = time.monotonic()
         leaves, self._treedef = jax.tree.flatten(state)
         self._places = [(leaf.shape, leaf.sharding) for leaf in leaves]
-        shards = [_distinct_shards(leaf) for leaf in leaves]
-        away = [data for shard in shards for data in shard.values() if not _is_in_host_memory(data)]
+        by_bounds = [_distinct_shards(leaf) for leaf in leaves]
+        away = [
+            data for shards in by_bounds for data in shards.values() if not _is_in_host_memory(data)
+        ]
         places = [data.sharding.with_memory_kind("pinned_host") for data in away]
         moved = iter(jax.device_put(away, places))
         # NumPy is faster for arrays in host memory: 490 small arrays took 1 ms, and 24 ms with
@@ -60,9 +65,9 @@ class HostCopy:
         self._shards = [
             {
                 bounds: np.array(data) if _is_in_host_memory(data) else next(moved)
-                for bounds, data in shard.items()
+                for bounds, data in shards.items()
             }
-            for shard in shards
+            for shards in by_bounds
         ]
 
     @property
@@ -143,7 +148,11 @@ class StateGuard:
         return self.kept == 0
 
     def read(self, state: Any) -> None:
-        """Records a state that was just read from the model's variables."""
+        """Records a state that was just read from the model's variables.
+
+        Args:
+            state: The training state, as a train step takes it.
+        """
         recent = self._has_recent_copy(state)
         self._flight.clear()
         self._newest = state
@@ -162,7 +171,13 @@ class StateGuard:
         return len(trained) == len(left) and all(map(operator.is_, left, trained))
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure."""
+        """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure.
+
+        Args:
+            function: The compiled step, or several of them.
+            state: The training state.
+            batch: The batch of the steps.
+        """
         before = state
         if not self.kept:
             self._newest = state
@@ -195,7 +210,11 @@ class StateGuard:
         return None
 
     def release(self, end_of_fit: bool = True) -> None:
-        """Frees every kept state."""
+        """Frees every kept state.
+
+        Args:
+            end_of_fit: Whether a fit has ended; any other call may run within one.
+        """
         self._flight.clear()
         if end_of_fit and not self.on_batch:
             self._host_copy, self._left = None, []
@@ -216,6 +235,10 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
     The variables get the outputs of every launch. So they are right unless a launch consumed its
     input and returned nothing, or its outputs turn out to have failed.
+
+    Args:
+        trainer: The model.
+        guard: The guard of its training state.
     """
     if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
         state = guard.last_whole()
@@ -226,7 +249,11 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
 @contextlib.contextmanager
 def interrupts_held(may_interrupt: Callable[[], bool]):
-    """Delays Ctrl-C while the only complete state is the result of an unfinished call."""
+    """Delays Ctrl-C while the only complete state is the result of an unfinished call.
+
+    Args:
+        may_interrupt: Whether an interrupt would lose nothing now.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -255,6 +282,7 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
         setting: `True` (none), `False` (at least two), or `"auto"`: as many as fit in 10 % of the
             device's memory (8 MiB if that is unknown), at most 4 (32 on CPU), and none if not even
             two fit or there are more than 64 variables.
+        variables: The variables of the training state.
 
     Returns:
         The number; 0 means that a train step consumes its input state.
@@ -266,7 +294,13 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
 
 
 def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int | None) -> int:
-    """The number of input states that `donate_state` keeps alive; see `states_to_keep`."""
+    """The number of input states that `donate_state` keeps alive; see `states_to_keep`.
+
+    Args:
+        setting: `True`, `False` or `"auto"`.
+        sizes: The bytes of every variable on one device.
+        memory_bytes: The device's memory, or `None` if unknown.
+    """
     if setting is True or (setting == "auto" and len(sizes) > _MOST_VARIABLES_KEPT):
         return 0
     budget = _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN

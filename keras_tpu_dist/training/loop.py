@@ -11,11 +11,11 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist._keras import StateGroup
-from keras_tpu_dist.common import phases
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.processes import watch as peers
 from keras_tpu_dist.processes.arrays import on_every_host
+from keras_tpu_dist.programs.answers import Answer, keep
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl
@@ -39,8 +39,13 @@ class StepLoop:
     `Training`, `Evaluation` and `Prediction` define a launch.
 
     Args:
-        turns: The threads that run the model, and the arrays of its state.
-        placer: Transfers batches to the mesh and trims them in the program.
+        trainer: The model. Its variables are adopted already; the loop serves until one of them
+            gets another layout, or the model other variables.
+        turns: The threads that run the model, and the owner of its state: a launch that overwrites
+            the state copies first what others may hold of it.
+        placer: Transfers batches to the mesh, padded to equal shards, and trims them in the
+            program.
+        compiler_options: Options for XLA; `None` for its defaults.
 
     Attributes:
         kind: Keras's name for the step: `"train"`, `"test"` or `"predict"`.
@@ -78,7 +83,7 @@ class StepLoop:
             StopIteration: At the end of the input.
         """
         # Lists at first, then the results of this function.
-        groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
+        groups = state if type(state[0]) is StateGroup else self._grouped(state)
         launched = []
         # *_on_batch: one batch, whatever the setting.
         ours = isinstance(iterator, DeviceIterator)
@@ -90,8 +95,13 @@ class StepLoop:
             raise StopIteration
         return self._outputs(launched), groups
 
+    def _grouped(self, state: Any) -> tuple:
+        return tuple(map(StateGroup, state, self._variables))
+
     def serves(self) -> bool:
         """Whether the model still has the variables that the programs were created for."""
+        if self._compiled and _keras.constants_changed(self._trainer, self.kind):
+            return False
         now = _keras.state_groups(self._trainer, self.kind)
         return not self.is_stale and all(
             len(group) == len(others) and all(a is b for a, b in zip(group, others, strict=True))
@@ -173,8 +183,8 @@ class StepLoop:
         """The program for one step or several, which later launches reuse."""
         kind = scanned, mask, longer
         if longer:
-            own = self._programs.get((scanned, mask, False)) or self._made_program(scanned, mask)
-            program = self._shared(own, mask)
+            exact = self._programs.get((scanned, mask, False)) or self._made_program(scanned, mask)
+            program = self._shared(exact, mask)
         elif self._compiled:
             program = self._jitted(scanned, mask)
         else:
@@ -193,13 +203,17 @@ class StepLoop:
             compiler_options=self._compiler_options,
         )
 
-    def _shared(self, own: Any, mask: tuple[bool, ...] | None) -> Callable:
+    def _shared(self, exact: Any, mask: tuple[bool, ...] | None) -> Callable:
         step = step_of(self._trainer, self.kind, self._placer, self._donates, mask)
 
         def compiled(function: Callable) -> Callable:
             return step.compiled(function, False, self._compiler_options)
 
-        return RowsAsData(own, compiled, self._sizes, returns_rows=self.kind == "predict")
+        def kept(words: str, done: bool) -> None:
+            keep("rows", self._trainer, [Answer(f"{self.kind} step", words, done)])
+
+        returns_rows = self.kind == "predict"
+        return RowsAsData(exact, compiled, self._sizes, returns_rows, kept)
 
     def _placed_eagerly(self, iterator: DeviceIterator | None, batch: Any) -> PlacedBatch:
         return self._placer.place_eagerly(batch)
@@ -230,7 +244,7 @@ class Prediction(StepLoop):
 
     def _launch(self, groups, batch, steps):
         outputs = super()._launch(groups, batch, steps)
-        return self._placer.own_rows(outputs, batch, stacked=steps > 1)
+        return self._placer.process_rows(outputs, batch, stacked=steps > 1)
 
     def _outputs(self, launched):
         if len(launched) == 1 and launched[0][1] == 1:
@@ -258,7 +272,12 @@ class Training(StepLoop):
     """Train steps, with the requests of callbacks and a guard for the state.
 
     Args:
+        trainer: The model.
+        turns: The threads that run the model, and the arrays of its state.
+        placer: Transfers batches to the mesh and trims them in the program.
+        guard: Keeps the training state.
         fit: The requests of callbacks to the fit.
+        compiler_options: Options for XLA; `None` for its defaults.
     """
 
     kind = "train"
@@ -280,7 +299,7 @@ class Training(StepLoop):
     def __call__(self, state, iterator):
         """Launches the next steps. See `StepLoop`."""
         self._turns.steps()
-        groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
+        groups = state if type(state[0]) is StateGroup else self._grouped(state)
         try:
             if isinstance(iterator, DeviceIterator):
                 return self._steps_of_fit(groups, iterator), groups
@@ -305,7 +324,7 @@ class Training(StepLoop):
             fit.reads(iterator)
         if fit.batches_to_skip:
             skipped = self._skip(iterator)
-        if fit.step is None and (fit.on_launch or phases.step_listeners):
+        if fit.step is None and fit.on_launch:
             fit.counts_from(_keras.train_steps_counted(self._trainer.optimizer))
         for batch, steps in self._launches(iterator, skipped):
             logs, ran = self._launch(groups, batch, steps), True

@@ -1,34 +1,26 @@
-"""The strategy of a model, and moving models that were built elsewhere."""
+"""Which strategy a model belongs to, and what is recorded of it there."""
 
-import contextlib
-import gc
 import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import runtime_error, value_error
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.common.own_mesh import own_mesh
 from keras_tpu_dist.layout import annotations
-from keras_tpu_dist.layout.low_rank import note_low_rank
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.use import note_uses
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
-from keras_tpu_dist.processes.saving import written_once
-from keras_tpu_dist.programs.experts.exchange import exchange_tokens
+from keras_tpu_dist.programs.passes import route_layers
 from keras_tpu_dist.training.fit_control import FitControl
-from keras_tpu_dist.training.generation import Generation
 from keras_tpu_dist.training.guard import StateGuard
-from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.training.turns import Turns, assign_together, compiling, read_together, turns_of
+from keras_tpu_dist.training.turns import Turns
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -59,15 +51,24 @@ class Membership:
         return self.placement is not None and self.placement.is_slot(variable)
 
     def has_weights_of(self, model: Any) -> bool:
-        """Whether some of the model's weights were on the mesh when it ran last."""
-        known = {id(variable) for variable, _ in self._targets}
-        return bool(known) and any(id(weight) in known for weight in model.weights)
+        """Whether some of the model's weights were on the mesh when it ran last.
+
+        Args:
+            model: The model whose membership this is.
+        """
+        targets = {id(variable) for variable, _ in self._targets}
+        return bool(targets) and any(id(weight) in targets for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
-        """The model's state variables, with the layouts that they should have."""
+        """The model's state variables, with the layouts that they should have.
+
+        Args:
+            model: The model whose membership this is.
+        """
         variables = _keras.state_variables(model)
         same = len(variables) == len(self._targets) and all(
-            variable is known for variable, (known, _) in zip(variables, self._targets, strict=True)
+            variable is target
+            for variable, (target, _) in zip(variables, self._targets, strict=True)
         )
         versions = annotations.mark.version, (remat.mark.version, scan_blocks.mark.version)
         if same and self._versions == versions and self.placement is not None:
@@ -78,26 +79,24 @@ class Membership:
         written = before is None or before.written_in_program() == after.written_in_program()
         if not written or (self._versions and self._versions[1] != versions[1]):
             _keras.forget_functions(model)
-        if _keras.is_built(model):
-            exchange_tokens(model, lambda v: after.decision(v).axes, self.strategy.data_axes)
         self.placement = after
         self._versions = versions
         note_uses(model, after)
-        note_low_rank(model)
+        route_layers(model, self.strategy)
         self._targets = [
             (v, self.strategy.layouts.target(v, given_layout(v), after)) for v in variables
         ]
         return self._targets
 
 
-_members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
+members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
 
 
 # The strategies with devices to lose, for models that run outside of all of them.
 _alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 
 
-def exists(strategy: Strategy) -> None:
+def register(strategy: Strategy) -> None:
     """Records a new strategy whose devices are attached."""
     if strategy.mesh.size > 1:
         _alive.add(strategy)
@@ -107,67 +106,11 @@ def exists(strategy: Strategy) -> None:
 chosen_mark = _keras.Mark("_keras_tpu_dist_layout")
 
 
-class Scope:
-    """The context of `strategy.scope()`. Scopes nest; an object can be entered once at a time."""
-
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        self._entered = False
-        self._outer: Any = None
-        self._mesh: Any = None
-
-    def __enter__(self):
-        if self._entered:
-            raise runtime_error(
-                "A scope object can be entered only once.",
-                received=f"a second entry into a scope of {self._strategy!r}.",
-                fix="Write `with strategy.scope():` every time; scopes may nest.",
-            )
-        self._entered = True
-        self._outer = _keras.active_distribution()
-        keras.distribution.set_distribution(self._strategy)
-        if not jax.sharding.get_abstract_mesh().empty:
-            self._mesh = own_mesh(self._own_mesh)
-        return self._strategy
-
-    def __exit__(self, *exception):
-        keras.distribution.set_distribution(self._outer)
-        if self._mesh is not None:
-            self._mesh.__exit__(*exception)
-            self._mesh = None
-
-    @property
-    def _own_mesh(self) -> jax.sharding.Mesh | None:
-        return self._strategy.mesh
-
-
-class DescribedScope(Scope):
-    """The scope on a slice that is not attached: variables created in it get no value."""
-
-    def __enter__(self):
-        strategy = super().__enter__()
-        self._abstract = _keras.abstract_variables()
-        self._abstract.__enter__()
-        return strategy
-
-    def __exit__(self, *exception):
-        self._abstract.__exit__(*exception)
-        super().__exit__(*exception)
-
-    @property
-    def _own_mesh(self) -> None:
-        return None  # JAX would compute on devices that are not attached.
-
-
-def created(model: Any) -> None:
-    """Records that a model was created or compiled under the current strategy."""
-    strategy = _keras.active_strategy()
-    if strategy is not None:
-        _join(model, strategy)
-
-
 def find_strategy(model: Any) -> Any:
     """The strategy to run a model under: the active one, or the one it was created in.
+
+    Args:
+        model: The model that is about to run.
 
     Returns:
         The strategy, or `None` for stock Keras.
@@ -175,7 +118,7 @@ def find_strategy(model: Any) -> Any:
     active = _keras.active_strategy()
     if active is not None:
         return active
-    member = _members.get(model)
+    member = members.get(model)
     if member is None:
         _check_one_mesh(model)
         _warn_of_forgotten_scope(model)
@@ -238,7 +181,7 @@ def why_not_trained(model: Any, strategy: Strategy) -> str:
     Args:
         strategy: The strategy; it trains every model that runs in its scope.
     """
-    member = _members.get(model)
+    member = members.get(model)
     if _keras.active_strategy() is strategy or (member and member.strategy is strategy):
         return ""
     if member is not None:
@@ -256,10 +199,13 @@ def why_not_trained(model: Any, strategy: Strategy) -> str:
 def of_model(model: Any) -> Membership | None:
     """The membership of a model.
 
+    Args:
+        model: A model.
+
     Returns:
         Its membership, or `None` if it was never created, compiled or run under a strategy.
     """
-    return _members.get(model)
+    return members.get(model)
 
 
 def is_local(model: Any) -> bool:
@@ -268,75 +214,26 @@ def is_local(model: Any) -> bool:
     Args:
         model: A model; True for one without a strategy.
     """
-    member = _members.get(model)
+    member = members.get(model)
     return member is None or member.strategy.placer.is_local
 
 
 def fit_in_training(model: Any) -> FitControl | None:
     """The fit of a model that trains under a strategy now, for callbacks.
 
+    Args:
+        model: The callback's model.
+
     Returns:
         The controls of the fit, or `None` if no strategy is active or the model does not train.
     """
-    member = None if _keras.active_strategy() is None else _members.get(model)
+    member = None if _keras.active_strategy() is None else members.get(model)
     return None if member is None or member.guard is None else member.fit
 
 
-def choose_layout(variable: Any, strategy: Strategy) -> Any:
-    """The layout of a variable under a strategy; a layout from the user is kept.
-
-    Args:
-        variable: A `keras.Variable`, also one without a value yet.
-    """
-    given = given_layout(variable)
-    if given is not None:
-        return strategy.layouts.translated(variable, given)
-    layout = strategy.layouts.by_rule(variable)
-    # Keras asks for a new variable and gives it this layout. Others ask for a variable that has a
-    # layout: recording this one as chosen would make the variable's own look like the user's.
-    return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
-
-
-def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
-    """The layout of a variable once its model has run, which `explain` shows.
-
-    Args:
-        variable: A `keras.Variable`. If it is in no model of the strategy, the result is its
-            current layout, or the one it would get if it is not on the strategy's mesh.
-
-    Returns:
-        The layout, and what is uncertain about it, or `""`.
-    """
-    model = _largest_with(variable, _models_of(strategy))
-    if model is not None:
-        placement = strategy.placement(model)
-        return strategy.layouts.target(variable, given_layout(variable), placement), ""
-    layout = _keras.variable_layout(variable)
-    if strategy.layouts.owns(layout):
-        return layout, ""
-    alone = strategy.layouts.planned_by_model and given_layout(variable) is None
-    return choose_layout(variable, strategy), _ALONE if alone else ""
-
-
-_ALONE = (
-    "planned without its model, which is not this strategy's: build or run it in the scope for the "
-    "layout that it gets, or call strategy.explain(model)"
-)
-
-
-def _models_of(strategy: Strategy) -> list[Any]:
-    return [model for model, member in list(_members.items()) if member.strategy is strategy]
-
-
-def _largest_with(variable: Any, models: list[Any]) -> Any:
-    found = None, 0
-    for model in models:
-        if not _keras.is_built(model):
-            continue
-        variables = _keras.state_variables(model)
-        if len(variables) > found[1] and any(v is variable for v in variables):
-            found = model, len(variables)
-    return found[0]
+def models_of(strategy: Strategy) -> list[Any]:
+    """The models that belong to a strategy."""
+    return [model for model, member in list(members.items()) if member.strategy is strategy]
 
 
 def given_layout(variable: Any) -> Any:
@@ -349,100 +246,21 @@ def given_layout(variable: Any) -> Any:
     return None if layout is chosen_mark.of(variable) else layout
 
 
-def adopt(model: Any, strategy: Strategy) -> Membership:
-    """Moves all variables of a model that are not on the strategy's mesh yet, and logs it once."""
-    turns = turns_of(model)
-    with turns.lock:
-        known = _members.get(model)
-        if turns.elsewhere and known is not None:
-            _check_same_strategy(model, known.strategy, strategy)
-            return known
-        with _uncollected():
-            return _adopted(model, strategy)
+def mark_as_chosen(variable: Any, layout: Any) -> Any:
+    """Records that a layout is a strategy's choice, and not the user's.
 
-
-@contextlib.contextmanager
-def _uncollected():
-    """Leaves out Python's garbage collections: they go through all objects of a large model again
-    and again, and the program that a plan traces lives until the plan is done."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _adopted(model: Any, strategy: Strategy) -> Membership:
-    member = _join(model, strategy)
-    knew_weights = member.has_weights_of(model)
-    moved, foreign, moves = [], [], []
-    for variable, target in member.targets(model):
-        layout = _keras.variable_layout(variable)
-        if layout == target:
-            _keras.claim(variable)
-            continue
-        (moved if strategy.layouts.owns(layout) else foreign).append(variable)
-        own = given_layout(variable) is not None and not member.owns_slot(variable)
-        moves.append((variable, target if own else chosen(variable, target)))
-    _keras.move_variables(moves)
-    if moved or foreign:
-        member.guard = None
-        _keras.forget_functions(model)
-    if moved:
-        logger.debug("%d variable(s) of model %r take their final layout", len(moved), model.name)
-    if foreign:
-        _log_foreign(model, strategy, foreign, knew_weights)
-    return member
-
-
-def _log_foreign(model: Any, strategy: Strategy, foreign: list, knew_weights: bool) -> None:
-    mesh = dict(strategy.mesh.shape)
-    weights = {id(weight) for weight in model.weights}
-    built_outside = not knew_weights and any(id(variable) in weights for variable in foreign)
-    if built_outside:
-        logger.warning(
-            "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
-            "(first: %s); build and compile inside strategy.scope() to create them there",
-            len(foreign),
-            model.name,
-            mesh,
-            foreign[0].path,
-        )
-    else:
-        # Variables of a new optimizer, of new metrics, of LoRA, of quantization.
-        logger.info(
-            "placed %d new variable(s) of model %r on the mesh %s (first: %s)",
-            len(foreign),
-            model.name,
-            mesh,
-            foreign[0].path,
-        )
-
-
-def _check_same_strategy(model: Any, strategy: Strategy, other: Strategy) -> None:
-    if strategy is not other:
-        raise runtime_error(
-            "A model that trains in one thread must run under the same strategy in the others.",
-            received={"model": model.name, "strategy": strategy, "here": other},
-            fix="Wait for the other thread's fit, or leave the scope of the other strategy.",
-        )
-
-
-def adopt_all(strategy: Strategy) -> None:
-    """Adopts every built model of a strategy that is not part of another one."""
-    built = [model for model in _models_of(strategy) if _keras.is_built(model)]
-    inner = {id(layer) for m in built for layer in _keras.flatten_layers(m) if layer is not m}
-    for model in built:
-        if id(model) not in inner:
-            adopt(model, strategy)
+    Args:
+        variable: A `keras.Variable`.
+        layout: The layout it is about to get.
+    """
+    chosen_mark.write(variable, layout)
+    return layout
 
 
 def layers_with(variables: list, strategy: Strategy) -> list:
     """The layers of a strategy's models that have some of the variables."""
     wanted = {id(v) for v in variables}
-    models = _models_of(strategy)
+    models = models_of(strategy)
     layers = {id(layer): layer for m in models for layer in _keras.flatten_layers(m)}
     return [
         layer
@@ -452,8 +270,12 @@ def layers_with(variables: list, strategy: Strategy) -> list:
 
 
 def variables_changed(strategy: Strategy) -> None:
-    """Makes running fits continue from the variables, which other code has updated."""
-    for model in _models_of(strategy):
+    """Makes running fits continue from the variables, which other code has updated.
+
+    Args:
+        strategy: The strategy of the fits' models.
+    """
+    for model in models_of(strategy):
         if _keras.has_state(model):
             _keras.forget_state(model)
 
@@ -472,44 +294,3 @@ class _Constants:
 
 
 constants = _Constants()
-
-
-def _join(model: Any, strategy: Strategy) -> Membership:
-    member = _members.get(model)
-    if member is not None and member.strategy is strategy:
-        return member
-    if member is not None:
-        logger.info("model %r moves from %r to %r", model.name, member.strategy, strategy)
-    member = _members[model] = Membership(strategy, turns=turns_of(model))
-    carry_strategy(type(model), _strategy_of)
-    _keras.serve_generation(model, _generation)
-    if hasattr(model, "train_function"):
-        _keras.forget_functions(model)
-    return member
-
-
-def _generation(model: Any) -> Generation | None:
-    """The `generate` function of a model; `None` if Keras's own one is to be used."""
-    strategy = find_strategy(model)
-    if strategy is None or model.run_eagerly:
-        return None
-    # Moves variables that are not on the mesh yet; that resets the model's functions.
-    adopt(model, strategy)
-    known = model.generate_function
-    if isinstance(known, Generation) and known.serves(strategy):
-        return known
-    return Generation(model, strategy)
-
-
-def _strategy_of(model: Any) -> Strategy | None:
-    member = _members.get(model)
-    return None if member is None else member.strategy
-
-
-def chosen(variable: Any, layout: Any) -> Any:
-    """Records that a layout is a strategy's choice, and not the user's."""
-    chosen_mark.write(variable, layout)
-    return layout
-
-
-_keras.serve(find_strategy, created, compiling, read_together, assign_together, written_once)

@@ -50,7 +50,11 @@ class Options:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batches_ahead(self, platform: str) -> int:
-        """How many batches to transfer ahead, on devices of a platform."""
+        """How many batches to transfer ahead, on devices of a platform.
+
+        Args:
+            platform: The devices' platform, such as `"tpu"`; it matters if `prefetch` is `None`.
+        """
         # On CPU, transfers and steps share the same cores.
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch
@@ -61,6 +65,8 @@ class Options:
         """The `compiler_options` of `jax.jit` for the programs of a mesh.
 
         Args:
+            mesh: The mesh.
+            layout: The strategy's layout, or `None`.
             only_described: Whether its devices are not attached. In that case a dry run finds out
                 which options its compiler accepts.
         """
@@ -72,6 +78,10 @@ class Options:
     def optional_for_compiler(self, mesh: Mesh, layout: Any) -> tuple[str, ...]:
         """The options of `for_compiler` that a dry run may leave out, because the user did not set
         them.
+
+        Args:
+            mesh: The mesh.
+            layout: The strategy's layout, or `None`.
         """
         first = mesh.devices.flat[0]
         return chosen_names(self.compiler_options, first, mesh.size, self._splits(layout))

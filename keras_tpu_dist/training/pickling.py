@@ -24,7 +24,13 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
-    """A mesh for pickling: device ids instead of devices, which only exist in this process."""
+    """A mesh for pickling: device ids instead of devices, which only exist in this process.
+
+    Args:
+        mesh: The mesh.
+        given: The user's `mesh` argument.
+        topology: The slice, if it is not attached.
+    """
     if topology is not None:
         return given if isinstance(given, DeviceAssignment) else dict(mesh.shape)
     if isinstance(given, DeviceAssignment):
@@ -38,7 +44,11 @@ def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
 
 
 def mesh_of(recipe: Any) -> Any:
-    """The mesh of a recipe, on this process's devices."""
+    """The mesh of a recipe, on this process's devices.
+
+    Args:
+        recipe: The result of `mesh_recipe`; without device ids it is returned unchanged.
+    """
     if not isinstance(recipe, tuple):
         return recipe
     *kind, ids = recipe
@@ -64,14 +74,24 @@ def _devices_here(ids: list[int], of: str) -> list:
 
 
 def layout_recipe(layout: Any) -> Any:
-    """A layout for pickling, without devices; a `LayoutMap` as its name and pairs."""
+    """A layout for pickling, without devices; a `LayoutMap` as its name and pairs.
+
+    Args:
+        layout: A strategy's layout: `None`, rules, a `LayoutMap` or a planner.
+    """
     if isinstance(layout, keras.distribution.LayoutMap):
         return "LayoutMap", [(key, tuple(value.axes)) for key, value in layout.items()]
     return layout
 
 
 def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
-    """The layout of a recipe, on a mesh."""
+    """The layout of a recipe, on a mesh.
+
+    Args:
+        recipe: The result of `layout_recipe`.
+        mesh: A mesh, in any form that `TPUStrategy` takes.
+        topology: The slice of the mesh, if it is not attached.
+    """
     if not isinstance(recipe, tuple):
         return recipe
     described = None if topology is None else topology.devices()
@@ -134,6 +154,10 @@ def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) ->
     """Makes copies and pickles of models of a class keep their strategy.
 
     Python asks `copyreg` before the class, so no method of Keras is replaced.
+
+    Args:
+        kind: The class of a model; if it is registered already, nothing changes.
+        strategy_of: Returns the strategy of a model, or `None`.
     """
     copyreg.dispatch_table.setdefault(kind, functools.partial(_reduce_model, strategy_of))
 

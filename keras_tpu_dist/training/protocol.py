@@ -35,15 +35,32 @@ class ModelRunner(Protocol):
     def running(
         self, strategy: Any, model: Any, name: str, arguments: Mapping[str, Any]
     ) -> AbstractContextManager:
-        """The context of a call that runs a model."""
+        """The context of a call that runs a model.
+
+        Args:
+            strategy: The distribution to be active.
+            model: The model.
+            name: The method that was called.
+            arguments: Its arguments, by name.
+        """
         ...
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
-        """The values of a model's variables, as a step takes them."""
+        """The values of a model's variables, as a step takes them.
+
+        Args:
+            model: The model whose state it is.
+            groups: Lists of its variables, in the order of the state.
+        """
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
-        """A context in which layer outputs have the layouts of a model's plan."""
+        """A context in which layer outputs have the layouts of a model's plan.
+
+        Args:
+            member: The model's membership.
+            model: The model that runs, if there is one.
+        """
         ...
 
 
@@ -90,7 +107,11 @@ class Strategy(Protocol):
         ...
 
     def placement(self, model: Any) -> Placement:
-        """The decisions about every variable of a model."""
+        """The decisions about every variable of a model.
+
+        Args:
+            model: A model. If it is not built yet, the variables it has so far are used.
+        """
         ...
 
     def lint(

@@ -12,9 +12,11 @@ from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.input.iterator import DeviceIterator
-from keras_tpu_dist.programs.partitioner import Jitted
+from keras_tpu_dist.programs.partitioner import Jitted, OtherTypes, types_of
 from keras_tpu_dist.programs.rows import Differs, Shared, shared
 
+SHARED = "batches of fewer rows run in the program of longer ones, with their number as data"
+ALONE = "each number of rows has a program of its own"
 # From so many kinds of batches on, a step is compiled for powers of two of rows.
 MANY = 8
 
@@ -22,10 +24,11 @@ MANY = 8
 class BatchSizes:
     """The rows to which the batches of a step are padded.
 
-    A remainder runs in the program of the batches before it. Of calls with one batch, each with
-    other rows, and of many kinds of batches, the rows are padded to powers of two. The first batch
-    of a call with more than one has its own program, since a larger one would take longer at each
-    step.
+    A batch with fewer rows than the one before it, such as a remainder, is padded to the rows of
+    that one. If calls have one batch each, with different rows, or if an input has a third number
+    of rows, or if there are many kinds of batches, rows are padded to a power of two on each
+    device. The first batch of a call with more than one has its own program, since a larger one
+    would take longer at each step.
 
     Args:
         name: The step and its model, for messages.
@@ -42,7 +45,7 @@ class BatchSizes:
         """Transfers a host batch.
 
         Args:
-            iterator: The input that it is of; `None` for `train_on_batch` and the like.
+            iterator: The input that the batch comes from; `None` for `train_on_batch` and the like.
         """
         placer = self._placer
         if not placer.pads_rows:
@@ -50,19 +53,22 @@ class BatchSizes:
         leaves, treedef, plan = placer.planned(batch)
         if not plan.rows:
             return placer.place_planned(leaves, treedef, plan)
-        before = 0 if iterator is None else iterator.rows_before
+        before, varies = 0, True
         if iterator is not None:
+            before = iterator.rows_before
             iterator.rows_before = plan.rows
-        known = self._known.setdefault(plan.others, {})
-        if plan.rows not in known:
-            alone = iterator is None or iterator.num_batches == 1
-            known[plan.rows] = self._longer(plan.rows, known, before, alone)
-        return placer.place_planned(leaves, treedef, plan, known[plan.rows])
+            iterator.rows_seen.add(plan.rows)
+            varies = iterator.num_batches == 1 or len(iterator.rows_seen) > 2
+        sizes = self._known.setdefault(plan.others, {})
+        if plan.rows not in sizes:
+            sizes[plan.rows] = self._longer(plan.rows, sizes, before, varies)
+        return placer.place_planned(leaves, treedef, plan, sizes[plan.rows])
 
     def follow(self, iterator: DeviceIterator, batch: Any) -> None:
         """Notes the rows of a host batch that ran in a launch of several steps."""
         if self._placer.pads_rows:
             iterator.rows_before = self._placer.planned(batch)[2].rows
+            iterator.rows_seen.add(iterator.rows_before)
 
     def no_use(self, reason: str, rows: int) -> None:
         """Notes that the step shares no program, so that a batch was padded for nothing."""
@@ -71,21 +77,21 @@ class BatchSizes:
         self._note(f"{rows} rows")
 
     def _longer(
-        self, rows: int, known: dict[int, int | None], before: int, alone: bool
+        self, rows: int, sizes: dict[int, int | None], before: int, varies: bool
     ) -> int | None:
-        chosen = None if self._reason else self._chosen(rows, known, before, alone)
+        chosen = None if self._reason else self._chosen(rows, sizes, before, varies)
         if chosen not in (None, rows):
             return chosen
         self._note(f"{rows} rows")
         return None
 
     def _chosen(
-        self, rows: int, known: dict[int, int | None], before: int, alone: bool
+        self, rows: int, sizes: dict[int, int | None], before: int, varies: bool
     ) -> int | None:
         shards = self._placer.num_shards
         if rows < before:
-            return known.get(before) or before + -before % shards
-        if known and (alone or len(known) >= MANY):
+            return sizes.get(before) or before + -before % shards
+        if sizes and (varies or len(sizes) >= MANY):
             return shards * 2 ** math.ceil(math.log2(max(1, rows / shards)))
         return None
 
@@ -109,21 +115,23 @@ class RowsAsData:
     """The programs of a step for longer batches, in which the number of rows is data.
 
     Args:
-        own: The step, which is compiled for each number of rows.
+        exact: The step, which is compiled for each number of rows.
         make: Compiles a function of the state, a batch and numbers, as the step is compiled.
         sizes: The rows to which batches are padded.
         returns_rows: Whether the step's outputs have rows.
+        keep: Keeps the answer of the pass "rows": words, and whether programs are shared.
     """
 
     def __init__(
         self,
-        own: Jitted,
+        exact: Jitted,
         make: Callable[[Callable], Callable],
         sizes: BatchSizes,
         returns_rows: bool,
+        keep: Callable[[str, bool], None],
     ):
-        self._own, self._make, self._sizes = own, make, sizes
-        self._returns_rows = returns_rows
+        self._exact, self._make, self._sizes = exact, make, sizes
+        self._returns_rows, self._keep = returns_rows, keep
         self._launches: dict[Hashable, Callable] = {}
         self._programs: dict[Hashable, Callable] = {}
 
@@ -131,8 +139,12 @@ class RowsAsData:
         """Runs the step."""
         kind = batch.kind
         launch = self._launches.get(kind)
-        if launch is None:
-            launch = self._launches[kind] = self._shared(state, batch) or self._own
+        if launch is not None:
+            try:
+                return launch(state, batch)
+            except OtherTypes:
+                self._programs.clear()
+        launch = self._launches[kind] = self._shared(state, batch) or self._exact
         return launch(state, batch)
 
     def _shared(self, state: Any, batch: PlacedBatch) -> Callable | None:
@@ -143,8 +155,8 @@ class RowsAsData:
         try:
             traced = self._traced(state, whole)
             structure = jax.tree.structure(traced.out_info)
-            found = shared(traced.jaxpr, self._own.trace(state, few).jaxpr)
-            outputs, rest = jax.tree.unflatten(structure, list(map(_Rows, found.outputs)))
+            part = shared(traced.jaxpr, self._exact.trace(state, few).jaxpr)
+            outputs, rest = jax.tree.unflatten(structure, list(map(_Rows, part.outputs)))
             if any(
                 of.rows for of in jax.tree.leaves((rest, () if self._returns_rows else outputs))
             ):
@@ -152,13 +164,16 @@ class RowsAsData:
         except Differs as error:
             rows = next(slot.rows for slot in batch.slots if slot.rows is not None)
             self._sizes.no_use(str(error), rows)
+            self._keep(f"{ALONE}: {error}", False)
             return None
+        self._keep(SHARED, True)
         # Without numbers, what the step computes of further rows is only not used.
-        numbers = (found.numbers,) if found.numbers else ()
-        key = whole.kind, found.signature
-        program = self._programs.get(key) if numbers else self._own
+        numbers = (part.numbers,) if part.numbers else ()
+        key = whole.kind, part.signature
+        program = self._programs.get(key) if numbers else self._exact
         if program is None:
-            program = self._programs[key] = self._make(_program(found, structure))
+            types = types_of(jax.tree.leaves((state, batch)))
+            program = self._programs[key] = self._make(_program(part, structure, types))
 
         def launch(state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
             results, state = program(state, PlacedBatch(batch.data, slots), *numbers)
@@ -169,7 +184,7 @@ class RowsAsData:
     def _traced(self, state: Any, batch: PlacedBatch) -> Any:
         """The step for a longer batch, which the user did not ask for."""
         try:
-            return self._own.trace(state, batch)
+            return self._exact.trace(state, batch)
         except Exception as error:
             raise Differs(f"it cannot be traced for more rows: {error}") from error
 
@@ -203,9 +218,12 @@ def _described(batch: PlacedBatch) -> Any:
     return jax.tree.unflatten(structure, map(shape, leaves, batch.slots))
 
 
-def _program(found: Shared, structure: Any) -> Callable:
+def _program(part: Shared, structure: Any, types: list) -> Callable:
     def program(state: Any, batch: PlacedBatch, numbers: Any) -> Any:
-        results = found.run(jax.tree.leaves((state, batch)), numbers)
+        arrays = jax.tree.leaves((state, batch))
+        if types_of(arrays) != types:
+            raise OtherTypes
+        results = part.run(arrays, numbers)
         return jax.tree.unflatten(structure, results)
 
     return program

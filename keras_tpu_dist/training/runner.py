@@ -17,7 +17,7 @@ from keras_tpu_dist.input.clock import InputReports, TimedInput
 from keras_tpu_dist.input.host_arrays import copied
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.own_input import OwnInput
-from keras_tpu_dist.input.own_rows import OwnRowsPlacer
+from keras_tpu_dist.input.process_rows import ProcessRowsPlacer
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.layouts import Layouts
@@ -28,7 +28,7 @@ from keras_tpu_dist.processes.agreement import (
     compare_weights,
     files_of_one,
 )
-from keras_tpu_dist.training import membership
+from keras_tpu_dist.training import adoption, membership
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
@@ -46,7 +46,17 @@ from keras_tpu_dist.training.turns import (
 
 
 class Runner:
-    """Runs models on one mesh."""
+    """Runs models on one mesh.
+
+    Args:
+        layouts: The strategy's layouts: which axes split each variable of each model.
+        placer: Transfers batches to the mesh. It is a `ProcessRowsPlacer` if each process provides
+            its own rows; then `own_input` agrees with the other processes on every batch.
+        options: The options of the strategy. They are read here once for the mesh's devices, so
+            that a call looks nothing up.
+        only_described: The name of the slice if it is not attached. Then programs can be compiled,
+            as dry runs do, and every call that runs one is an error.
+    """
 
     def __init__(
         self,
@@ -71,7 +81,14 @@ class Runner:
     def running(
         self, strategy: Strategy, model: Any, name: str, arguments: Mapping[str, Any]
     ) -> Iterator[None]:
-        """The context of one of Keras's entry points."""
+        """The context of one of Keras's entry points.
+
+        Args:
+            strategy: The distribution to be active.
+            model: The model.
+            name: `"fit"`, `"evaluate"`, and so on.
+            arguments: The arguments, by name; `"callbacks"` as a flat list.
+        """
         if self._only_described is not None:
             raise runtime_error(
                 "A strategy for a slice without its chips can compile a model, not run it.",
@@ -100,7 +117,7 @@ class Runner:
                     fix="Call it in a callback, or after the other call.",
                 )
             )
-        member = membership.adopt(model, strategy)
+        member = adoption.adopt(model, strategy)
         values = consistent_values(_keras.state_variables(model))
         with values, self.call(member, model, name) as call:
             with call.auto_steps.chosen_for(model):
@@ -108,7 +125,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _alone(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
-        member = membership.adopt(model, strategy)
+        member = adoption.adopt(model, strategy)
         turns = member.turns
         if not self.placer.is_local:
             compare_weights(member.agreed, model)
@@ -152,12 +169,25 @@ class Runner:
     def call(
         self, member: membership.Membership, model: Any = None, name: str = ""
     ) -> contextlib.AbstractContextManager[RunningCall]:
-        """A context in which layer outputs have the layouts of the model's plan and annotations."""
+        """A context in which layer outputs have the layouts of the model's plan and annotations.
+
+        Args:
+            member: The model's membership.
+            model: The model that runs, if there is one.
+            name: The method of the model that was called.
+        """
         return as_running(RunningCall(self, member, AutoSteps(), model, name, running_call()))
 
     def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
-        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps."""
-        member = membership.adopt(model, strategy)
+        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps.
+
+        Args:
+            strategy: The strategy whose runner this is.
+            model: The model; its variables that are not on the mesh yet are moved there.
+            kind: `"train"`, `"test"` or `"predict"`.
+        """
+        member = adoption.adopt(model, strategy)
+        _keras.compile_what_jax_can(model)
         if not member.linted and model.built:
             from keras_tpu_dist.layout.lint import lint_model, log_report
 
@@ -177,7 +207,11 @@ class Runner:
         return forward(model, turns, self.placer, options)
 
     def serves(self, function: Any) -> bool:
-        """Whether a step function still belongs to the model's current variables."""
+        """Whether a step function still belongs to the model's current variables.
+
+        Args:
+            function: The result of `make_function`, or a custom function.
+        """
         return not isinstance(function, StepLoop) or function.serves()
 
     def training_begins(self, model: Any) -> None:
@@ -191,12 +225,20 @@ class Runner:
             member.turns.ready(_keras.state_variables(model))
 
     def control(self, model: Any) -> FitControl | None:
-        """The controls of a model's fit, for callbacks."""
+        """The controls of a model's fit, for callbacks.
+
+        Args:
+            model: The model that trains.
+        """
         member = membership.of_model(model)
         return None if member is None else member.fit
 
     def begins_again(self, model: Any) -> bool:
-        """Whether the train launch that starts now ran before training was interrupted."""
+        """Whether the train launch that starts now ran before training was interrupted.
+
+        Args:
+            model: The model that trains.
+        """
         call = running_call()
         if call is None:
             return False
@@ -204,7 +246,12 @@ class Runner:
         return left > 0 and left >= (call.auto_steps.of(model) or model.steps_per_execution)
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
-        """The values of a model's variables, as a step takes them."""
+        """The values of a model's variables, as a step takes them.
+
+        Args:
+            model: The model whose state it is.
+            groups: Lists of its variables, in the order of the state.
+        """
         member = membership.of_model(model)
         if member is None or _keras.stateless_scope() is not None:
             return tuple(_keras.values_of(group) for group in groups)
@@ -228,7 +275,11 @@ class Runner:
             compare_changes(call.model)
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
-        """The iterator over the batches of one epoch."""
+        """The iterator over the batches of one epoch.
+
+        Args:
+            epoch_iterator: Keras's `EpochIterator` over the epoch.
+        """
         if epoch_iterator.data_adapter.num_batches == 0:
             raise ValueError(_no_data("an input without any batch"))
         call = running_call()
@@ -260,7 +311,11 @@ class Runner:
         )
 
     def host_batch(self, data: Any) -> Any:
-        """Checks a batch of *_on_batch; the step function places it."""
+        """Checks a batch of *_on_batch; the step function places it.
+
+        Args:
+            data: The host batch, `(x, y, sample_weight)`.
+        """
         return self.placer.checked(data)
 
     def place_output(self, outputs: Any, layout: Any) -> Any:
@@ -273,6 +328,9 @@ class Runner:
     def output_layout(self, path: str) -> Any:
         """The layout of a layer's output, by the running model.
 
+        Args:
+            path: The layer's path followed by `/output`.
+
         Returns:
             A `NamedSharding`, a list or dict of axes if the output is a structure, or `None`.
         """
@@ -284,7 +342,7 @@ class Runner:
     @property
     def own_input(self) -> OwnInput | None:
         """The separate input of every process with `input="per_process"`, else `None`."""
-        return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
+        return self.placer.own_input if isinstance(self.placer, ProcessRowsPlacer) else None
 
 
 def _check_input(name: str, x: Any, may_be_empty: bool) -> None:

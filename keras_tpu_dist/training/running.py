@@ -40,7 +40,11 @@ def running_call() -> RunningCall | None:
 
 
 def as_running(call: RunningCall) -> contextlib.AbstractContextManager[RunningCall]:
-    """A context in which a call runs in this thread."""
+    """A context in which a call runs in this thread.
+
+    Args:
+        call: The call.
+    """
     return setting(_running, call)
 
 

@@ -1,5 +1,6 @@
 """Keras's steps as programs, which cut the padding off; a launch has one or many steps."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,16 +9,13 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, kind_of
 from keras_tpu_dist.layout.planner import device_memory
-from keras_tpu_dist.programs.head.step import step_in_pieces
+from keras_tpu_dist.programs.answers import Answer, LaunchSteps, Level, PassContext, forget, keep
 from keras_tpu_dist.programs.partitioner import Jitted
-from keras_tpu_dist.programs.tables.step import step_by_rows
-from keras_tpu_dist.training.accumulation import (
-    Accumulation,
-    accumulates,
-    log_if_every_batch,
-)
+from keras_tpu_dist.programs.passes import rewritten
+from keras_tpu_dist.programs.sums.launch import SumsOnDevices, one_batch
+from keras_tpu_dist.programs.types import check_types, in_one_loop
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
@@ -28,10 +26,10 @@ class _Step:
 
     def __init__(self, trainer: Any, placer: BatchPlacer):
         self._trainer, self._placer = trainer, placer
-        of_user = getattr(trainer, f"{self.kind}_step")
-        axes, mesh = placer.data_axes, placer.mesh
-        of_user = step_in_pieces(trainer, self.kind, of_user, mesh, axes, device_memory(mesh))
-        self._of_user = step_by_rows(trainer, self.kind, of_user, mesh, axes)
+        mesh, axes = placer.mesh, tuple(placer.data_axes)
+        self._where = PassContext(trainer, self.kind, mesh, axes, device_memory(mesh))
+        step = _keras.step_of_keras(trainer, self.kind)
+        self._of_user = rewritten(Level.STEP, step, self._where)
         self._replicated = named_sharding(placer.mesh)
 
     def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:
@@ -44,15 +42,40 @@ class _Step:
         return outputs, tuple(list(group) for group in state)
 
     def many(self, state: Any, batches: PlacedBatch) -> tuple[Any, Any]:
-        """Steps on stacked batches, one after the other."""
+        """Several steps on stacked batches, one after the other."""
 
-        def body(state, data):
-            outputs, new_state = self.one(state, PlacedBatch(data, batches.slots))
-            # A scan's carry must keep its dtypes; metrics may change them.
-            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
+        def one(state, data):
+            return self.one(state, PlacedBatch(data, batches.slots))
 
-        state, outputs = jax.lax.scan(body, state, batches.data)
+        def looped(state, data, steps):
+            return self.launch(state, PlacedBatch(data, batches.slots))
+
+        steps = jax.tree.leaves(batches.data)[0].shape[0]
+        outputs, state = in_one_loop(one, looped, state, batches.data, steps, every=True)
         return self.of_launch(outputs), state
+
+    def launch(self, state: Any, batches: PlacedBatch) -> tuple[Any, Any]:
+        """Several steps that keep the types of their state; returns the outputs of all."""
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        layouts = self.shardings(), self._placer.shardings(first)
+        steps = LaunchSteps(self.one, layouts, first.rows, self.is_watched)
+        return rewritten(Level.LAUNCH, self.looped, self._where, steps)(state, batches)
+
+    def looped(self, state: Any, batches: PlacedBatch) -> tuple[Any, Any]:
+        """These steps as one loop."""
+
+        def body(state, batch):
+            outputs, new_state = self.one(state, batch)
+            check_types(state, new_state)
+            return new_state, outputs
+
+        state, outputs = jax.lax.scan(body, state, batches)
+        return outputs, state
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it looks for values that are not finite."""
+        return False
 
     def of_launch(self, outputs: Any) -> Any:
         """The outputs of several steps, stacked, as those of one launch: the last step's."""
@@ -88,8 +111,8 @@ class _Step:
             function,
             self._placer.mesh,
             layouts,
-            # Other shapes never change.
-            kind_of=lambda state, batch, *others: batch.kind,
+            kind_of=kind_of,
+            keep=functools.partial(keep, "faults", self._trainer, kind=self.kind),
             compiler_options=compiler_options,
             **self.options(),
         )
@@ -133,19 +156,9 @@ class _TrainStep(_Step):
             return super().one(state, batch)
         return watched_step(super().one, self._mask)(state, batch)
 
-    def many(self, state, batches):
-        if accumulates(self._trainer) and self._placer.mesh.size > 1:
-            if self._mask is not None:
-                log_if_every_batch(self._trainer, "a callback looks for values that are not finite")
-            elif hasattr(self._trainer.optimizer, "inner_optimizer"):
-                log_if_every_batch(self._trainer, "an optimizer that scales the loss reads them")
-            else:
-                launch = Accumulation(self._trainer, self._placer, self.one)
-                found = launch.launch(state, batches, self.shardings())
-                if found is not None:
-                    outputs, state = found
-                    return self.of_launch(outputs), state
-        return super().many(state, batches)
+    @property
+    def is_watched(self):
+        return self._mask is not None
 
     def of_launch(self, outputs):
         if self._mask is None:
@@ -159,10 +172,13 @@ class _TrainStep(_Step):
 
     def program(self, scanned, compiler_options):
         run = self.many if scanned else self.one
-        if self._trainer.steps_per_execution == 1 and self._placer.mesh.size > 1:
-            batches = accumulates(self._trainer)
-            fix = f"compile it with steps_per_execution={batches}, or a multiple"
-            log_if_every_batch(self._trainer, f"a launch has one batch; {fix}")
+        if self.is_watched:
+            words = "a step with NaN or infinity, and all behind it, leave the state as it was"
+            keep("finite", self._trainer, [Answer(self._trainer.name, words, True)], self.kind)
+        else:
+            forget("finite", self._trainer)
+        if self._placer.mesh.size > 1:
+            keep(SumsOnDevices.name, self._trainer, one_batch(self._trainer), self.kind)
 
         def train(state, batch: PlacedBatch):
             return run(state, batch)
@@ -185,6 +201,10 @@ def step_of(
     """A step of a model, to be called uncompiled or as a program.
 
     Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
         mask: For a train step that watches for values that are not finite, the variables to
             check; see `keras_tpu_dist.training.finite`.
     """
@@ -205,7 +225,15 @@ def jitted_step(
     """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
 
     Args:
+        trainer: The model.
+        kind: Keras's name of the step. `"train"` takes and returns all four groups of the state
+            (trainable, other, optimizer's and metrics' variables), `"test"` has no optimizer's,
+            and `"predict"` neither these nor the metrics'. Only `"train"` donates and watches.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
         scanned: Whether the batch is a stack, with one batch for every step.
+        mask: See `step_of`.
+        compiler_options: Options for XLA; `None` for its defaults.
 
     Returns:
         A function that is compiled for every shape of batch; a `Jitted`. After evaluation and
@@ -220,7 +248,12 @@ def _if_new(old, new, sharding: NamedSharding):
 
 
 def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, ...]:
-    """A state after a step of evaluation or prediction."""
+    """A state after a step of evaluation or prediction.
+
+    Args:
+        state: The state before it.
+        changes: The new values, `None` for unchanged ones.
+    """
     return tuple(
         [old if new is None else new for old, new in zip(before, after, strict=True)]
         for before, after in zip(state, changes, strict=True)
@@ -228,7 +261,12 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
 
 def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
-    """The values that evaluation or prediction changed, `None` for the others."""
+    """The values that evaluation or prediction changed, `None` for the others.
+
+    Args:
+        state: The state before the step.
+        after: The state that the step returned, with or without `None`.
+    """
     return tuple(
         [None if new is old else new for old, new in zip(before, values, strict=True)]
         for before, values in zip(state, after, strict=True)

@@ -56,6 +56,9 @@ class Turns(Owner):
         """Records that the model in training is built and has its step function.
 
         Calls in other threads wait for it; otherwise both would build the model.
+
+        Args:
+            variables: The variables of its training state.
         """
         self.take(variables)
         self.steps()
@@ -75,6 +78,10 @@ class Turns(Owner):
     @contextlib.contextmanager
     def taken(self, name: str, model: Any) -> Iterator[bool]:
         """The context of a call.
+
+        Args:
+            name: `"fit"`, `"evaluate"`, and so on.
+            model: The model.
 
         Yields:
             Whether another thread's call runs too, so that this one must not change the model.
@@ -131,7 +138,12 @@ class Turns(Owner):
                 self._changed.notify_all()
 
     def check_free(self, name: str, model: Any) -> None:
-        """Raises a `RuntimeError` if another thread trains the model."""
+        """Raises a `RuntimeError` if another thread trains the model.
+
+        Args:
+            name: The operation: `"fit"`, `"compile"`, and so on.
+            model: The model.
+        """
         if self.elsewhere:
             raise runtime_error(
                 "One thread at a time trains a model, or compiles it.",
@@ -161,7 +173,11 @@ _creating = threading.Lock()
 
 
 def turns_of(model: Any) -> Turns:
-    """The turns of a model; always the same object."""
+    """The turns of a model; always the same object.
+
+    Args:
+        model: The model.
+    """
     with _creating:
         return _turns.setdefault(model, Turns())
 
@@ -171,6 +187,9 @@ def consistent_values(variables: list) -> Iterator[None]:
     """A context in which variables have the values of one step, those of its beginning.
 
     What is assigned within is discarded at its end.
+
+    Args:
+        variables: The variables.
     """
     owners = {id(owner): owner for v in variables if (owner := _keras.owner_of(v)) is not None}
     with contextlib.ExitStack() as held:
@@ -212,7 +231,11 @@ def assign_together(assign: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def compiling(model: Any) -> Iterator[None]:
-    """The context in which a model is compiled."""
+    """The context in which a model is compiled.
+
+    Args:
+        model: The model.
+    """
     turns = turns_of(model)
     turns.check_free("compile", model)
     yield

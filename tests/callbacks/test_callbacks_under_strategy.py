@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from helpers import At, Stop, assert_close, built, data, mlp
+from helpers import At, Stop, assert_close, built, data, in_launches, mlp
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -121,18 +121,35 @@ def test_model_checkpoint_and_loading_onto_another_mesh(tmp_path, name):
         assert_close(alone.predict(X, verbose=0), loaded.predict(X, verbose=0))
 
 
-@pytest.mark.slow
-def test_backup_and_restore_goes_on_where_it_stopped(tmp_path):
-    expected = built(mlp, None)
-    _fit(expected, [])
-    model = built(mlp, _strategy())
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    with pytest.raises(Stop):
-        _fit(model, [backup, At(3, method="on_epoch_begin")])
-    resumed = built(mlp, _strategy(8, 1), seed=7)
-    history = _fit(resumed, [keras.callbacks.BackupAndRestore(tmp_path / "backup")])
-    assert history.epoch == [2, 3]
-    assert_close(resumed.get_weights(), expected.get_weights())
+@pytest.mark.parametrize(
+    ("save_freq", "steps"),
+    [
+        ("epoch", 1),
+        pytest.param("epoch", 2, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(2, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_backup_and_restore_of_keras_does_what_it_does_without_a_strategy(
+    save_freq, steps, tmp_path
+):
+    found = []
+    for folder, strategies in (("stock", (None, None)), ("mesh", (_strategy(), _strategy(8, 1)))):
+        backup = [keras.callbacks.BackupAndRestore(tmp_path / folder, save_freq) for _ in "12"]
+        model = built(in_launches(steps), strategies[0])
+        with pytest.raises(Stop):
+            _fit(model, [backup[0], At(3, method="on_epoch_begin")])
+        resumed = built(in_launches(steps), strategies[1], seed=7)
+        history = _fit(resumed, [backup[1]])
+        found.append([history.epoch, history.history, resumed.get_weights()])
+        assert not (tmp_path / folder).exists()
+    assert_close(found[1], found[0])
+    if save_freq == "epoch":
+        assert found[1][0] == [2, 3]
+        whole = built(in_launches(steps), None)
+        _fit(whole, [])
+        assert_close(found[1][2], whole.get_weights())
 
 
 @pytest.mark.slow

@@ -1,16 +1,20 @@
 """Rates in the logs of epochs: with N steps a launch, validation, ragged ends, in any order."""
 
+import copy
 import csv
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+from dryrun.made import made_run
 from helpers import At, Stop, compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import rates as of_rates
+from keras_tpu_dist.show.text import duration_text, span_text
 
 X = np.random.default_rng(0).normal(size=(45, 4)).astype("float32")
 Y = X[:, :3]
@@ -97,7 +101,8 @@ def test_tokens_per_second_are_rows_times_their_length():
     assert ratio == pytest.approx(4)
 
 
-def test_waiting_for_input_is_seen():
+@pytest.mark.parametrize("steps", [1, 4])
+def test_waiting_for_input_is_seen(steps):
     class Slowly(keras.utils.PyDataset):
         def __len__(self):
             return 5
@@ -106,7 +111,7 @@ def test_waiting_for_input_is_seen():
             time.sleep(0.3)
             return X[:8], Y[:8]
 
-    history = made().fit(Slowly(), verbose=0, callbacks=[ktd.callbacks.Rates()]).history
+    history = made(steps).fit(Slowly(), verbose=0, callbacks=[ktd.callbacks.Rates()]).history
     assert history["input_wait"][0] > 0.4
 
 
@@ -154,3 +159,61 @@ def test_without_a_strategy():
     with pytest.raises(ValueError, match="Rates counts in the loop of a TPUStrategy"):
         model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.Rates()])
     assert model.fit(X, Y, verbose=0).history["loss"]
+
+
+def run_of(bound, effort):
+    run = made_run(effort=effort)
+    return replace(run, estimate=replace(run.estimate, bound=bound, low=0.01, high=0.02))
+
+
+def beside(capsys, run, epochs=1):
+    """What two epochs print, and the seconds of their steps."""
+    rates = copy.deepcopy(ktd.callbacks.Rates(expected=run))
+    history = made(2).fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=[rates]).history
+    seconds = [1 / rate for rate in history["steps_per_second"]]
+    return capsys.readouterr().out.strip().split("\n\n"), seconds
+
+
+def test_each_epoch_sets_a_step_beside_its_estimate(capsys):
+    run = run_of("compute", "exact")
+    run = replace(run, estimate=replace(run.estimate, low=0.01, high=0.01))
+    printed, seconds = beside(capsys, run, epochs=2)
+    assert len(printed) == 2
+    for epoch, (text, took) in enumerate(zip(printed, seconds, strict=True)):
+        first, measured, estimated, published = text.split("\n  ")
+        assert first == (
+            f"Epoch {epoch + 1}: {duration_text(took)} a step, {took / 0.01:,.2f} times the "
+            "estimate of 10.00 ms"
+        )
+        # Five steps of 8 rows and one of 5.
+        assert measured.startswith("measured: 7.5 rows on 8 x cpu, ")
+        assert measured.endswith("% of the time waiting for input")
+        assert estimated == "estimated: 1,024 rows on v5e:4x4, effort exact"
+        spread = run.spread
+        assert published == f"published: {spread.span} times the estimate: {spread.programs}"
+
+
+def test_an_estimate_of_quick_effort_is_a_range_beside_a_step(capsys):
+    run = run_of("compute", "quick")
+    [text], [took] = beside(capsys, run)
+    ratio = span_text(took / 0.02, took / 0.01, "{:,.2f}".format)
+    assert f", {ratio} times the estimate of 10.00 to 20.00 ms\n" in text
+    step, spread = run.estimate.step, run.spread
+    times = span_text(spread.low * step, spread.high * step, duration_text)
+    assert text.endswith(f"published: {times}: {spread.programs}")
+    [text], _ = beside(capsys, run_of("kernels", "quick"))
+    assert text.endswith("published: none of this kind")
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        (3, "expected of Rates is a dry run of the training step.*expected=3"),
+        (made_run(mode="predict"), "with times.*mode='predict', with times"),
+        (made_run(estimate=None), "with times.*mode='train', without times"),
+    ],
+    ids=["a number", "another step", "no times"],
+)
+def test_what_cannot_be_expected(expected, words):
+    with pytest.raises(ValueError, match=words):
+        ktd.callbacks.Rates(expected=expected)

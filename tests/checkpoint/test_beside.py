@@ -3,12 +3,14 @@
 import inspect
 import logging
 
+import jax
 import keras
 import numpy as np
 import pytest
 from helpers import compiled
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.common import once
 from keras_tpu_dist.layers.beside import layers_with_more
 
 MESH = {"data": 4, "model": 2}
@@ -311,7 +313,9 @@ def test_text_layers_outside_of_programs(kind, tmp_path):
 def test_a_checkpoint_without_it_is_said(tmp_path, caplog, monkeypatch):
     model, _ = made("Keeps", True, ktd.TPUStrategy(MESH))
     with monkeypatch.context() as patch:
-        patch.setattr("keras_tpu_dist.checkpoint.snapshot.rows_beside", lambda models: [])
+        patch.setattr(
+            "keras_tpu_dist.checkpoint.snapshot.rows_beside", lambda models: [[] for _ in models]
+        )
         with ktd.LoopCheckpoint(tmp_path, model) as saved:
             saved.save(1)
     with caplog.at_level(logging.WARNING):
@@ -331,3 +335,28 @@ def test_a_layer_that_does_not_take_it_is_one_error(tmp_path, monkeypatch):
 def test_layers_of_variables_alone_are_left_alone():
     layers = [kl.Dense(2), kl.Embedding(3, 2), kl.BatchNormalization(), kl.LSTM(2), kl.Conv2D(2, 1)]
     assert [each for layer in layers for each in layers_with_more(layer)] == []
+
+
+@pytest.mark.parametrize(
+    "value", [np.ones(3, np.longdouble), np.array(["2024"], "datetime64[s]"), jax.random.key(0)]
+)
+def test_what_no_checkpoint_holds_is_said_before_it_is_written(value, tmp_path, caplog):
+    pytest.importorskip("orbax.checkpoint")
+
+    class Odd(kl.Layer):
+        def call(self, x):
+            return x
+
+        def save_own_variables(self, store):
+            store["odd"] = value
+
+    once.forget()
+    with ktd.TPUStrategy().scope():
+        model = compiled(
+            keras.Sequential([keras.Input((6,)), kl.Dense(2), Odd(name="odd")]), "sgd", "mse"
+        )
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
+        model.fit(X, X[:, :2], verbose=0, callbacks=[saved])
+    assert saved.steps == [1]
+    assert "layer 'odd' saves 'odd' as" in caplog.text

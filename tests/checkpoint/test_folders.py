@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_close, built, sequential
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint import CheckpointError
+from keras_tpu_dist.checkpoint import CheckpointError, reader
 from keras_tpu_dist.common.paths import absolute_path
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
@@ -35,6 +35,24 @@ def test_a_home_and_a_file_are_the_folder_that_they_name(form, tmp_path, monkeyp
         loop.save(2)
     assert (folder / "2").is_dir()
     assert absolute_path(where) == str(folder)
+
+
+def test_checkpoints_in_a_bucket_are_seen(tmp_path, monkeypatch):
+    assert str(reader.folder("gs://bucket/run")) == "gs://bucket/run"
+    bucket = reader.folder(tmp_path / "bucket")
+    monkeypatch.setattr("keras_tpu_dist.callbacks.checkpoint.folder", lambda path: bucket)
+    monkeypatch.setattr(
+        "keras_tpu_dist.callbacks.checkpoint.CheckpointReader",
+        lambda *args, **options: reader.CheckpointReader(bucket),
+    )
+    saved = ktd.callbacks.Checkpoint("gs://bucket/run")
+    assert saved.steps == []
+    (bucket / "7").mkdir(parents=True)
+    assert saved.steps == []  # not complete
+    for part in ("arrays", "manifest"):
+        (bucket / "7" / part).mkdir()
+    (bucket / "7/manifest/metadata").write_text("{}")
+    assert saved.steps == [7]
 
 
 def uses(where):

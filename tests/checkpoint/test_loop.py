@@ -3,6 +3,7 @@
 import random
 import signal
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -219,6 +220,15 @@ def test_a_loop_that_looks_saves_before_the_signal_ends_it(tmp_path):
         assert saved.steps == [2]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_numbers_of_numpy_and_jax_are_numbers(tmp_path):
+    numbers = {"epoch": np.int64(3), "best": np.float32(0.5), "last": jnp.float32(0.25)}
+    with ktd.LoopCheckpoint(tmp_path, keras.Variable(1.0)) as saved:
+        saved.save(1, **numbers, done=np.bool_(True))
+        found = saved.restore()
+    assert found == {"step": 1, "epoch": 3, "best": 0.5, "last": 0.25, "done": True}
+    assert {type(value) for value in found.values()} == {int, float, bool}
 
 
 def test_odd_arguments(tmp_path):

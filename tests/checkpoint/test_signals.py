@@ -6,7 +6,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from helpers import At, Stop, assert_close, terminate
+from helpers import At, Stop, assert_close, built, data, sequential, terminate
 from test_checkpoint import BATCH, EPOCHS, X, Y, callbacks, network
 
 import keras_tpu_dist as ktd
@@ -245,6 +245,39 @@ def test_averages_that_validation_swaps_in(tmp_path, handled):
         run(At(5, terminate, "on_test_batch_begin"), ktd.callbacks.Checkpoint(tmp_path))
     assert position(tmp_path) == (1, 6)
     assert_same(run(ktd.callbacks.Checkpoint(tmp_path)), expected)
+
+
+@slow
+@pytest.mark.parametrize(("launches", "saved", "steps"), [(1, 4, 5), (10, 19 + 17, 4)])
+def test_it_goes_on_in_launches_of_another_length(launches, saved, steps, tmp_path, handled):
+    # 19 batches an epoch, the last one ragged: launches of 4, 4, 4, 4, and 3 single steps.
+    x, y = data(4 * 18 + 3)
+
+    def build(steps):
+        rate = keras.optimizers.schedules.CosineDecay(0.01, 60)
+        return sequential(
+            6,
+            keras.layers.Dense(16, use_bias=False, name="hidden"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3, activation="softmax", name="out"),
+            optimizer=keras.optimizers.Adam(rate),
+            loss="sparse_categorical_crossentropy",
+            steps_per_execution=steps,
+        )
+
+    def trained(*more, steps=4, mesh=MESHES[0]):
+        model = built(lambda: build(steps), ktd.TPUStrategy(mesh))
+        options = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, **options, callbacks=list(more)).history
+        return [[v.numpy() for v in (*model.variables, *model.optimizer.variables)], history]
+
+    expected = trained()
+    with pytest.raises(Stop):
+        trained(At(launches, terminate, "on_train_batch_begin"), ktd.callbacks.Checkpoint(tmp_path))
+    assert ktd.callbacks.Checkpoint(tmp_path).steps[-1] == saved
+    again = trained(ktd.callbacks.Checkpoint(tmp_path), steps=steps, mesh={"data": 8})
+    assert_close(again, expected)
 
 
 def test_a_signal_after_the_grace_ends_at_once(tmp_path, handled):

@@ -124,36 +124,6 @@ class RoundsOperands(Faulty):
         return tuple(_several(list(args), dict.fromkeys(self.devices, rounded)))
 
 
-@dataclass
-class Slow(Faulty):
-    """A device that takes several times as long."""
-
-    device: int = 0
-    times: int = 6
-
-    def seconds(self, job, program, *args):
-        found = super().seconds(job, program, *args)
-        on = {d.id for a in jax.tree.leaves(args) for d in a.sharding.device_set}
-        if self.strikes(job) and on == {self.device}:
-            found += sum(super(Slow, self).seconds(job, program, *args) for _ in range(self.times))
-        return found
-
-
-@dataclass
-class SlowLink(Slow):
-    """A link over which copies take several times as long."""
-
-    ends: tuple[int, int] = (0, 1)
-
-    def seconds(self, job, program, *args):
-        one, other = self.ends
-        kinds = f"copy from {one} to {other}", f"copy from {other} to {one}"
-        found = Launcher.seconds(self, job, program, *args)
-        if job.kind in kinds:
-            found += sum(Launcher.seconds(self, job, program, *args) for _ in range(self.times))
-        return found
-
-
 class Never:
     """An array that never comes."""
 

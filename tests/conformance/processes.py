@@ -45,6 +45,8 @@ class Worker:
         self._script = script
         self._timeout = timeout
         self._process: subprocess.Popen | None = None
+        # How many jobs this process has done.
+        self.answered = 0
         self._files = contextlib.ExitStack()
 
     def compare(self, job: dict) -> Finding:
@@ -55,6 +57,7 @@ class Worker:
         self._process.stdin.flush()
         line = self._line()
         seconds = time.perf_counter() - start
+        self.answered += 1
         if line is None or not line:
             outcome, ended = "hang", ""
             if line is not None:
@@ -82,6 +85,7 @@ class Worker:
         self._process = None
 
     def _start(self) -> None:
+        self.answered = 0
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by stop)
         self._log = self._files.enter_context(log)
         self._process = subprocess.Popen(

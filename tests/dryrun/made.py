@@ -1,8 +1,6 @@
 """Dry runs of no compiler, to draw: numbers by hand, and names that would break a page."""
 
-from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.tools.dryrun.build import StateBytes
 from keras_tpu_dist.tools.dryrun.figures import estimate
 from keras_tpu_dist.tools.dryrun.report import DryRun
@@ -25,7 +23,6 @@ def made_run(topology="v5e:4x4", mesh=None, layers=12, **changes):
     """A dry run of a slice, whatever its mesh."""
     of = Topology.parse(topology)
     mesh = mesh or {"data": of.num_devices // 4, "model": 4}
-    places = build_mesh(mesh, list(of.devices())).backend_mesh.devices.flat
     names = [EVIL, *(f"block_{n}/dense" for n in range(layers - 1))]
     costs = tuple(
         LayerCost(name, 10**9 * (n + 1), 2**24 * (n + 1), 10**5 * (layers - n), 6 * 10**4, 1e-5 * n)
@@ -75,7 +72,6 @@ def made_run(topology="v5e:4x4", mesh=None, layers=12, **changes):
         "compile_cpu_seconds": 3.0,
         "compile_peak_bytes": gib,
         "notes": (f"a note about {EVIL}",),
-        "torus": Torus.of(list(places)),
     }
     return DryRun(**{**options, **changes})
 
@@ -95,6 +91,10 @@ def made_comparison(topology="v5e:4x4"):
         run = made_run(topology, mesh=mesh, layers=4 + 2 * n, total_bytes=size * gib, fits=fits)
         if not fits:
             run = made_run(topology, mesh=mesh, total_bytes=size * gib, fits=False, estimate=None)
-        candidates.append(Tried(Candidate(tuple(mesh.items()), layout), 1024, run=run))
-    bad = Tried(Candidate((("data", 3),), EVIL), 1024, error=f"sizes multiply to 3 {EVIL}")
-    return Ranking(topology, (*candidates, bad))
+        candidates.append(tried(Candidate(tuple(mesh.items()), layout), topology, run=run))
+    bad = tried(Candidate((("data", 3),), EVIL), topology, error=f"sizes multiply to 3 {EVIL}")
+    return Ranking((topology,), (*candidates, bad))
+
+
+def tried(candidate, topology="v5e:4x4", rows=1024, **options):
+    return Tried(candidate, Topology.parse(topology), rows, **options)

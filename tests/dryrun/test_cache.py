@@ -3,8 +3,10 @@
 import dataclasses
 import gzip
 import json
+import logging
 import os
 import pickle
+import tracemalloc
 
 import keras
 import pytest
@@ -129,6 +131,61 @@ def test_a_damaged_entry_is_compiled_again(jobs, tmp_path, damage):
     assert len(jobs) == 2
     assert compile_lowered(lowered(), timeout=9, cache=cache) == first
     assert len(jobs) == 2
+
+
+OTHER_TYPES = {
+    "text": [3, None, ["HloModule"]],
+    "memory": ["4", {}, {"peak": 4}, dict(RESULT["memory"], peak="4"), [["peak", 4]]],
+    "error": [3, False],
+    "rematerialized": ["dense", [3], {}],
+    "seconds": ["1", None, True, -1.0, float("nan"), float("inf")],
+    "peak_process_bytes": [[3]],
+    "refused_options": [[], {"a": 1}],
+    "effort": [None],
+    "colour": ["red"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in OTHER_TYPES.items() for value in values]
+)
+def test_an_entry_of_other_types_is_compiled_again(jobs, tmp_path, name, value):
+    cache = Cache(tmp_path)
+    first = compile_lowered(lowered(), timeout=9, cache=cache)
+    (path,) = tmp_path.iterdir()
+    key = path.name.removesuffix(".json.gz")
+    cache.put(key, cache.get(key) | {name: value})
+    assert compile_lowered(lowered(), timeout=9, cache=cache) == first
+    assert len(jobs) == 2
+
+
+def test_a_program_that_does_not_fit_is_found_again(tmp_path):
+    compiled = dryrun_compile.Compiled(
+        "", {}, "RESOURCE_EXHAUSTED", (), "quick", "v5e", 1.0, 1.0, 2
+    )
+    entry = json.loads(json.dumps(dataclasses.asdict(compiled)))
+    assert dryrun_compile._cached(entry) == compiled
+    assert dryrun_compile._cached(entry | {"error": None}) is None
+
+
+def test_an_entry_that_would_become_large_is_not_read(tmp_path, caplog):
+    cache = Cache(tmp_path)
+    cache.put(KEY, {"text": " " * 2**27})
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size < 2**20
+    tracemalloc.start()
+    try:
+        with caplog.at_level(logging.INFO, "keras_tpu_dist"):
+            assert cache.get(KEY) is None
+        assert tracemalloc.get_traced_memory()[1] < 3 * 100 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert "so its program is compiled again: it holds more than" in caplog.text
+
+
+def test_an_entry_is_a_file(tmp_path):
+    os.mkfifo(tmp_path / f"{KEY}.json.gz")
+    assert Cache(tmp_path).get(KEY) is None
 
 
 def test_entries_of_a_folder_that_is_only_read_are_used(monkeypatch, tmp_path):

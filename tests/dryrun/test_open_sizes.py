@@ -11,7 +11,6 @@ from helpers import compiled
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun import run as dryrun
-from keras_tpu_dist.tools.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.tools.shell.main import main
 
 ROWS = 8
@@ -264,24 +263,12 @@ def test_dry_run_in_the_shell_asks_for_the_sequence_length(tmp_path, capsys, mon
     assert "batch_size=None, without libtpu" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("call", [ktd.search, ktd.largest_batch])
-def test_search_and_largest_batch_say_the_same(call):
-    slice_ = "v5e:2x4" if call is ktd.search else _slice()
+def test_search_says_the_same():
     with pytest.raises(ValueError, match=r"is open.*'token_ids'.*or x with your own sizes"):
-        call(task, slice_)
+        ktd.search(task, "v5e:2x4")
 
 
-def test_search_and_largest_batch_pass_the_length_on(monkeypatch):
-    asked = []
-
-    def stop(subject, how):
-        asked.append(subject.inputs.sequence_length)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(largest_batch_module, "run_once", stop)
-    with pytest.raises(KeyboardInterrupt):
-        ktd.largest_batch(task, _slice(), sequence_length=32)
-    assert asked == [32]
+def test_search_passes_the_length_on():
     found = ktd.search(
         task, "v5e:2x4", 8, sequence_length=32, budget_s=1e-9, compilations=1, exact=0
     )
@@ -294,7 +281,7 @@ def test_without_a_batch_size_and_a_limit():
 
 
 def test_without_a_batch_size_the_largest_is_taken(monkeypatch):
-    """The dry run is that of `largest_batch`, and says so."""
+    """The report says so."""
     real = dryrun.run_once
     tried = []
 

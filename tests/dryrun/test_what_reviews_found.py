@@ -12,7 +12,6 @@ from helpers import compiled
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.dryrun.compile import is_about_hbm
 from keras_tpu_dist.tools.dryrun.run import dry_run
-from keras_tpu_dist.tools.searches.compare import compare
 from keras_tpu_dist.tools.shell.main import main
 from keras_tpu_dist.training.flops import count_tokens
 
@@ -60,8 +59,9 @@ def test_a_dry_run_leaves_random_numbers_and_reads_as_json():
 
 
 @pytest.mark.slow
-def test_a_comparison_says_sizes():
-    found = compare(mlp, topology="v5e:2x4", meshes=[{"data": -1, "model": 2}], batch_size=16)
+def test_a_ranking_says_sizes():
+    among = [{"mesh": {"data": -1, "model": 2}}]
+    found = ktd.search(mlp, "v5e:2x4", batch_size=16, among=among, exact=0, cache=False)
     assert dict(found.best.mesh) == {"data": 4, "model": 2}
 
 

@@ -8,6 +8,7 @@ import pytest
 from language_model import Draw, LanguageModel, prompts
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.programs.generation.in_place import IN_PLACE
 from keras_tpu_dist.training.generation import Generation
 
 MESHES = {
@@ -86,6 +87,8 @@ def test_within_the_scope_and_beside_it():
     with strategy.scope():
         assert_same(model, stock, prompts(3))
     assert_same(model, stock, prompts(3))
+    (said,) = (row for row in strategy.explain(model).passes if row.name == "generation")
+    assert str(said) == f"otherwise, generation: {model.name}: {IN_PLACE}"
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_what_a_fit_does_not_need_is_loaded_when_asked_for():
         "('tools.hlo', 'tools.dryrun.run', 'checkpoint', 'callbacks', 'layout.pictures')];"
         "print([name for name in names if name in sys.modules], ktd.callbacks.Checkpoint.__name__,"
         "ktd.dry_run.__module__, 'restore' in dir(ktd));"
-        "from keras_tpu_dist import compare, nothing"
+        "from keras_tpu_dist import search, nothing"
     )
     assert done.stdout.strip() == "[] Checkpoint keras_tpu_dist.tools.dryrun.run True", done.stderr
     assert "cannot import name 'nothing' from 'keras_tpu_dist'" in done.stderr

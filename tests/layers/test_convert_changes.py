@@ -94,6 +94,46 @@ def test_quantized_layers_are_quantized_in_the_converted_model():
     assert block.query.lora_enabled
 
 
+def test_what_freeze_froze_can_be_unfrozen_in_the_converted_model():
+    model = model_of(lambda block: block.query.enable_lora(2))()
+    ktd.freeze(model, ["block/out", "*/bias"])
+    converted = ktd.convert(model)
+    assert ktd.freeze(converted, ["block/query"]) == ktd.freeze(model, ["block/query"])
+    trained = [weight.path for weight in converted.trainable_weights]
+    assert trained == [weight.path for weight in model.trainable_weights]
+    assert any("out/kernel" in path for path in trained)
+
+
+def test_the_converted_model_is_laid_out_by_the_paths_of_the_original():
+    rules = {"^sequential/block/out/kernel": (None, "model"), "^sequential/head/kernel": ("model",)}
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, rules)
+    model = built(model_of(lambda block: None), strategy)
+    assert [v.path for v in model.weights][-2] == "sequential/head/kernel"
+    with strategy.scope():
+        clone = ktd.convert(model)
+    x = np.zeros((8, STEPS, FEATURES))
+    for each in (model, clone):
+        each.fit(x, x[..., :1], verbose=0)
+    for one, other in zip(model.variables, clone.variables, strict=True):
+        assert (one.path, one.value.sharding) == (other.path, other.value.sharding)
+    assert not clone.weights[-2].value.sharding.is_fully_replicated
+
+
+def test_an_optimizer_that_compile_wrapped_is_copied_with_its_scale():
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.LSTM(2, dtype="mixed_float16")
+    model = keras.Sequential([keras.Input((STEPS, FEATURES)), layer])
+    model.dtype_policy = "mixed_float16"
+    compiled(model, keras.optimizers.SGD(0.1), "mse")
+    assert type(model.optimizer).__name__ == "LossScaleOptimizer"
+    x = np.ones((8, STEPS, FEATURES), "float32")
+    model.fit(x, x[:, 0, :2] * 1e6, verbose=0)  # the scale is halved
+    clone = ktd.convert(model)
+    scales = [float(each.optimizer.dynamic_scale) for each in (model, clone)]
+    assert scales[0] == scales[1] < 2**15
+    assert clone.optimizer.inner_optimizer is not model.optimizer.inner_optimizer
+
+
 @keras.saving.register_keras_serializable("tests_convert_changes")
 class Counting(keras.layers.Layer):
     """A layer with a state that is no variable, and methods that save it."""

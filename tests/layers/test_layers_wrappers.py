@@ -1,5 +1,7 @@
 """Bidirectional in one loop, TimeDistributed of constant size, convert."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -11,6 +13,7 @@ from test_layers_recurrent import compare
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import layers as fast
+from keras_tpu_dist.layers.place import find
 
 # Keras reads its own variables with numpy's old protocol when it serializes an optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -366,7 +369,9 @@ def test_convert_keeps_functions_a_model_was_compiled_with():
 
 
 def test_convert_says_what_it_cannot_copy():
-    class Unknown(keras.losses.Loss):
+    class Locked(keras.losses.Loss):
+        lock = None
+
         def call(self, y, p):
             return keras.ops.mean(y - p, axis=-1)
 
@@ -375,9 +380,11 @@ def test_convert_says_what_it_cannot_copy():
             super().__init__()
             self.built = True
 
-    said = r"the arguments that the model is compiled with.*Register your classes"
+    locked = Locked()
+    locked.lock = threading.Lock()
+    said = r"the arguments that the model is compiled with.*lock.*convert the model before"
     for model, words in (
-        (compiled_with(loss=[Unknown(), "mse"]), said),
+        (compiled_with(loss=[locked, "mse"]), said),
         (Plain(3), "Give the model a get_config"),
         (keras.Sequential([stock.LSTM(2)]), "Only a built model can be converted"),
     ):
@@ -397,3 +404,46 @@ def test_saved_files_pass_both_ways(tmp_path):
     fresh = nested_model()
     fresh.load_weights(tmp_path / "ours.weights.h5")
     close(fresh.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("first", ["int32", "bool", "float16", "bfloat16"])
+def test_time_distributed_of_a_variable_that_begins_with_another_dtype(first):
+    class Mean(keras.layers.Layer):
+        def build(self, shape):
+            begins = {"initializer": lambda shape, dtype=None: jnp.ones(shape, first)}
+            self.mean = self.add_weight(shape=(shape[-1],), trainable=False, **begins)
+
+        def call(self, x, training=False):
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+            return x - self.mean
+
+    x = np.random.default_rng(0).normal(size=(BATCH, STEPS, FEATURES)).astype("float32")
+    layers = [package.TimeDistributed(Mean()) for package in (stock, fast)]
+    for layer in layers:
+        layer.build(x.shape)
+    # As a step of fit calls them.
+    found = [
+        layer.stateless_call([], [layer.layer.mean.value], x, training=True) for layer in layers
+    ]
+    close(found[1], found[0])
+    assert found[1][1][0].dtype == "float32"
+
+
+def test_a_bidirectional_says_which_variant_runs():
+    shape = (8, 100, 64)
+    layer = fast.Bidirectional(fast.LSTM(128))
+    layer.build(shape)
+    chosen = layer.variant(shape)
+    assert str(chosen).startswith("a compiled loop, 1 step(s) an iteration")
+    assert chosen == layer.forward_layer._variant(
+        layer.forward_layer._arithmetic(), shape, find(), directions=2
+    )
+    apart = fast.Bidirectional(
+        fast.LSTM(16, segment=10), backward_layer=fast.LSTM(16, segment=20, go_backwards=True)
+    )
+    apart.build(shape)
+    assert [variant.segment for variant in apart.variant(shape)] == [10, 20]
+    stocks = fast.Bidirectional(stock.LSTM(16))
+    stocks.build(shape)
+    with pytest.raises(ValueError, match=r"forward_lstm.* of Keras.*ktd\.layers\.LSTM, or convert"):
+        stocks.variant(shape)

@@ -9,8 +9,8 @@ from helpers import assert_close, built
 from programs import collectives, compiled, program
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.fused import taken_apart
 from keras_tpu_dist.programs.device_groups import replica_groups
+from keras_tpu_dist.programs.fused import taken_apart
 
 BY_FOUR = {"data": 2, "model": 4}
 MESHES = [{"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}]

@@ -220,15 +220,12 @@ NUMBER = 3
 
 
 def test_shell_command(tmp_path, capsys):
+    """What a command is given: here `explain`, which takes what all take."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    assert main(["lint", f"{file}:good"]) == 0
-    assert "no findings" in capsys.readouterr().out
-    assert main(["lint", f"{file}:bad", "--json"]) == 1
-    assert '"code": "dead-rule"' in capsys.readouterr().out
-    assert main(["lint", f"{file}:alone", "--mesh", "data=8", "--layout", "fsdp"]) == 0
-    assert main(["lint", f"{file}:alone", "--topology", "v5e:4x4", "--batch-size", "3"]) == 1
-    assert "[small-batch]" in capsys.readouterr().out
+    assert main(["explain", f"{file}:good"]) == 0
+    assert "kernel" in capsys.readouterr().out
+    assert main(["explain", f"{file}:alone", "--mesh", "data=8", "--layout", "fsdp"]) == 0
     wrong = {
         "nothing": "module:function or FILE.py:function",
         "nowhere.py:good": "an existing Python file. Received: file='nowhere.py'",
@@ -239,7 +236,7 @@ def test_shell_command(tmp_path, capsys):
         ".program:good": "module:function or FILE.py:function",
     }
     for target, words in wrong.items():
-        assert main(["lint", target]) == 2
+        assert main(["explain", target]) == 2
         assert words in capsys.readouterr().err
-    assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
+    assert main(["explain", f"{file}:nothing", "--mesh", "data=8"]) == 2
     assert "must return a model, or (model, strategy)" in capsys.readouterr().err

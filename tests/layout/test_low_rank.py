@@ -7,7 +7,7 @@ from conformance.precision import in_float64
 from helpers import assert_close, compiled
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout import low_rank
+from keras_tpu_dist.programs import low_rank
 
 L = keras.layers
 WIDTH, RANK = 64, 4

@@ -195,6 +195,42 @@ def test_rules_that_refer_to_layers_are_told_apart_by_what_those_hold():
     assert ktd.scan_blocks(factored(WithoutConfig, 1.0, -1.0)).runs == ()
 
 
+class Masking(Scaling):
+    """Multiplies by an array of its own; a program's text has only the array's shape."""
+
+    def call(self, x):
+        table = np.ones((400, WIDTH), "float32")
+        table[200] = self.factor
+        return self.dense(x) * keras.ops.sum(table, 0)
+
+
+class Calling(Scaling):
+    """Calls Python, of which a program has only the function's address."""
+
+    def call(self, x):
+        y = self.dense(x)
+        jax.debug.callback(lambda value: value * self.factor, y)
+        return y
+
+
+class Waiting(Scaling):
+    """Has no gradients."""
+
+    def call(self, x):
+        return jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y + self.factor, self.dense(x))
+
+
+def test_what_a_text_does_not_say_tells_blocks_apart():
+    report = ktd.scan_blocks(factored(Masking, 1.0, 1.0, 2.0))
+    assert [run.paths for run in report.runs] == [("model/block_0", "model/block_1")]
+    report = ktd.scan_blocks(factored(Calling, 1.0, 1.0))
+    assert report.runs == ()
+    assert "calls Python functions" in str(report)
+    report = ktd.scan_blocks(factored(Waiting, 1.0, 1.0))
+    assert report.runs == ()
+    assert "its gradients cannot be traced (ValueError)" in str(report)
+
+
 def test_other_configs_and_trainability_end_a_run():
     kinds = iter(["relu", "relu", "tanh", "relu", "relu"])
     model = row(5, lambda name: block(name, activation=next(kinds)))

@@ -117,13 +117,6 @@ def of_step(folder, fault):
     return restored(folder, fault, step=8)
 
 
-def of_keras_directory(folder, fault):
-    model = made()
-    saved = keras.callbacks.OrbaxCheckpoint(folder, save_freq="epoch", max_to_keep=3)
-    model.fit(X, X[:, :2], batch_size=16, epochs=2, verbose=0, callbacks=[saved])
-    return restored(folder, fault)
-
-
 def of_file(folder, fault):
     if jax.process_index() == 0:
         folder.mkdir()
@@ -154,7 +147,6 @@ CASES = {
     "restore, arrays": (of_restore, Fault("arrays")),
     "step, arrays": (of_step, Fault("arrays", always=True)),
     "step, values": (of_step, Fault("values", always=True)),
-    "Keras directory, arrays": (of_keras_directory, Fault("arrays")),
     # The directory has the same name on all hosts, but they do not share it.
     "another run, another manifest": (of_restore, Fault("another manifest")),
     "file, file": (of_file, Fault("file")),

@@ -174,6 +174,23 @@ def made_with_a_layout():
     return found | {"given": given.numpy()}
 
 
+class Counting(keras.layers.Layer):
+    """A layer that counts what it gets."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+def counted_in_call():
+    make = sequential(lambda: keras.layers.Dense(4), Counting)
+    return fitted(on_mesh(), make=make, validation_data=(X[:13], Y[:13]))
+
+
 def saved_by_functions(folder):
     """Process 0 writes, also where it is not a method of the model that is asked to."""
     own = pathlib.Path(folder, "files", str(jax.process_index()))
@@ -200,8 +217,8 @@ CALLBACKS = {
     "metrics": lambda folder: ktd.callbacks.HostMetrics(
         {"mean": absolute}, validation_data=(X, Y), batch_size=BATCH
     ),
-    "backup": lambda folder: ktd.callbacks.BackupAndRestore(
-        os.path.join(folder, "backup"), save_freq=2
+    "whole state": lambda folder: ktd.callbacks.Checkpoint(
+        os.path.join(folder, "whole state"), every_steps=2
     ),
     "log": lambda folder: keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
     "checkpoint": lambda folder: keras.callbacks.ModelCheckpoint(
@@ -209,6 +226,7 @@ CALLBACKS = {
     ),
 }
 FEATURES = {
+    "counted in call": counted_in_call,
     "donate": lambda: fitted(on_mesh(donate_state=True)),
     "fsdp donate": lambda: fitted(ktd.TPUStrategy({"fsdp": 8}, "fsdp", donate_state=True)),
     "keep": lambda: fitted(on_mesh(donate_state=False)),

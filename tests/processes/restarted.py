@@ -77,8 +77,8 @@ def kill_later(folder, notes, start):
     threading.Thread(target=act, daemon=True).start()
 
 
-def main(mesh, folder):
-    start = int(pathlib.Path(os.environ["KTD_REPORT"]).parent.name) - 1
+def main(mesh, folder, before):
+    start = int(before) + int(pathlib.Path(os.environ["KTD_REPORT"]).parent.name) - 1
     ktd.initialize(timeout_s=120, peer_timeout_s=20)
     keras.utils.set_random_seed(2)
     with ktd.TPUStrategy(*MESHES[mesh]).scope():

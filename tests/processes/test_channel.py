@@ -326,6 +326,98 @@ def test_nothing_given_and_nothing_found_is_one_process():
     assert done.stderr.count("this program runs as one process") == 1
 
 
+# What Kaggle sets on its one host; JAX sees chips there, and reaches no metadata server.
+KAGGLE = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_PROCESS_ADDRESSES": "local",
+    "TPU_WORKER_ID": "0",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+ON_TPU = """
+from jax._src.clusters import cloud_tpu_cluster as cluster
+def unreachable(key):
+    raise ConnectionError("metadata.google.internal")
+cluster.running_in_cloud_tpu_vm, cluster.get_metadata = True, unreachable
+import keras_tpu_dist as ktd
+ktd.initialize(timeout_s=20)
+import jax
+print(jax.process_count(), jax.distributed.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_the_one_host_of_kaggle_is_one_process():
+    done = run(ON_TPU, **KAGGLE)
+    assert (done.stdout.strip(), done.returncode) == ("1 False", 0), done.stderr
+    assert "initialize" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"TPU_WORKER_HOSTNAMES": "localhost,other", "TPU_PROCESS_ADDRESSES": "localhost,other"},
+        {"MEGASCALE_NUM_SLICES": "2"},
+    ],
+)
+def test_several_hosts_of_tpus_without_a_metadata_server(more):
+    done = run(ON_TPU, **KAGGLE | more)
+    assert done.returncode == 1
+    assert "JAX asks the metadata server which hosts train together. Received: no" in done.stderr
+    assert "metadata.google.internal" in done.stderr
+    assert "If this host trains alone, leave ktd.initialize() out." in done.stderr
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+INITIALIZE = "import keras_tpu_dist as ktd; ktd.initialize(timeout_s=3); print('one process')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_under_slurm_the_error_has_what_jax_found_and_what_starts_the_others(process):
+    done = run(INITIALIZE, **SLURM | {"SLURM_PROCID": process})
+    assert done.returncode == 69
+    for words in (
+        "All processes must call ktd.initialize(). Received: coordinator='localhost:",
+        f"num_processes=2, process_id={process}, found by JAX in='SLURM (SLURM_NTASKS=2)', wait",
+        "SLURM must start this program in each of its tasks (`srun python train.py`)",
+    ):
+        assert words in done.stderr
+
+
+@pytest.mark.slow
+def test_what_was_given_is_in_the_error():
+    done = run(INITIALIZE.replace("(timeout", "('localhost:1', 2, 1, timeout"), **SLURM)
+    assert done.returncode == 69
+    assert "coordinator='localhost:1', num_processes=2, process_id=1, waited_s=3" in done.stderr
+    assert "srun" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_without_srun_says_so():
+    done = run(INITIALIZE, **{n: SLURM[n] for n in ("SLURM_JOB_ID", "SLURM_NTASKS")})
+    assert done.stdout.strip() == "one process", done.stderr
+    assert "a SLURM job of 2 tasks, without SLURM_STEP_NODELIST, SLURM_PROCID," in done.stderr
+    assert "start with `srun python train.py`" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["2", "second"])
+def test_variables_of_slurm_that_contradict_are_no_single_process(wrong):
+    done = run(INITIALIZE, **SLURM | {"SLURM_PROCID": wrong})
+    assert "one process" not in done.stdout
+    assert f"'SLURM_PROCID': '{wrong}'" in done.stderr
+    assert "of which JAX says:" in done.stderr
+    assert "srun python train.py" in done.stderr
+
+
 @pytest.mark.slow
 def test_some_arguments_are_not_enough():
     done = run("import keras_tpu_dist as ktd; ktd.initialize('localhost:1234')")

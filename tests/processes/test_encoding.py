@@ -125,7 +125,7 @@ def test_a_class_of_ones_own_is_no_structure():
 )
 def test_a_strange_batch_is_our_error(shape, dtype, rows):
     """Nothing is allocated for what no process could bring."""
-    shards = input_shards_by(np.repeat([0, 1], 4), [0], own=0)
+    shards = input_shards_by(np.repeat([0, 1], 4), [0], this_process=0)
     assert shards is not None
     own = OwnInput(shards, lambda batch: [0])
     leaf = ["x", shape, dtype, None]

@@ -18,7 +18,6 @@ CASES = {
     "restore, arrays": 4,
     "step, arrays": UNREADABLE,
     "step, values": DAMAGED,
-    "Keras directory, arrays": 0,
     "another run, another manifest": "All processes must read the same checkpoint. Received: crc32",
     "file, file": UNREADABLE,
     "file, damaged file": UNREADABLE,

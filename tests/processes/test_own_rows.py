@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input.batches import PlacedBatch, Slot
 from keras_tpu_dist.input.own_input import ShardBatch
-from keras_tpu_dist.input.own_rows import OwnRowsPlacer
+from keras_tpu_dist.input.process_rows import ProcessRowsPlacer
 from keras_tpu_dist.input.shards import input_shards_by
 
 HERE = pathlib.Path(__file__).parent
@@ -71,7 +71,9 @@ def test_every_row_lies_where_its_process_has_devices(sizes, split, processes, r
 def test_a_batch_takes_as_much_whether_a_process_brings_float64_or_float32():
     """Else processes would choose different numbers of steps for a launch, and wait for ever."""
     mesh = ktd.TPUStrategy().mesh
-    placer = OwnRowsPlacer(mesh, ("data",), 0, input_shards_by(np.repeat([0, 1], 4), [0], own=0))
+    placer = ProcessRowsPlacer(
+        mesh, ("data",), 0, input_shards_by(np.repeat([0, 1], 4), [0], this_process=0)
+    )
     shares = [ShardBatch(np.zeros((9, 4), dtype), (9, 9)) for dtype in ("float64", "float32")]
     assert [placer.bytes_per_device(share) for share in shares] == [48, 48]
 

@@ -88,6 +88,7 @@ def test_a_bar_is_printed_where_its_program_prints():
 
 def test_two_processes_are_one(tmp_path):
     cases = [("tensor", "arrays", 1), ("made with a layout",), ("saved by functions",)]
+    cases.append(("counted in call",))
     compared(tmp_path, cases, 2, 4)
 
 

@@ -1,7 +1,9 @@
-"""`launch --restart`: what is started again, when, and what is said of it."""
+"""`launch`: what is said of a failure, and what is started again."""
 
+import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -9,13 +11,11 @@ import time
 
 import pytest
 
-from keras_tpu_dist.common import launched, phases
 from keras_tpu_dist.tools.launcher.launch import launch
 from keras_tpu_dist.tools.launcher.output import Folded, Reader
-from keras_tpu_dist.tools.launcher.restart import Restarts
 
-# Does in each start what the argument says. A process writes its step and its error where
-# `initialize` would, which takes seconds to import.
+# Does in each start what the argument says. A process writes its error where `initialize` would,
+# which takes seconds to import.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 number, of = int(os.environ["KTD_PROCESS_ID"]), int(os.environ["KTD_NUM_PROCESSES"])
@@ -23,9 +23,7 @@ report = os.environ["KTD_REPORT"]
 start = int(pathlib.Path(report).parent.name)
 print("start", start, "of", of, flush=True)
 acts = sys.argv[1].split(",")
-act, _, step = acts[min(start, len(acts)) - 1].partition("@")
-if step:
-    pathlib.Path(report + ".step").write_text(step.rjust(20))
+act = acts[min(start, len(acts)) - 1]
 if number == of - 1:
     if act == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,13 +44,13 @@ def started(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
 
-    def run(acts, processes=2, limit=3, backoff=0.0, **options):
+    def run(acts, restarts=3):
         code = launch(
             [sys.executable, "script.py", acts],
-            processes,
+            2,
             1,
             grace_s=0.3,
-            restarts=Restarts(limit, backoff, **options),
+            restarts=restarts,
             logs=tmp_path / "logs",
         )
         out, err = capfd.readouterr()
@@ -62,85 +60,25 @@ def started(tmp_path, monkeypatch, capfd):
 
 
 def test_a_process_that_is_killed_starts_all_again(started):
-    code, starts, said, out = started("kill@3,ends")
+    code, starts, said, out = started("kill,ends")
     assert (code, starts) == (0, 2)
-    assert "failed first, at step 3" in said
-    assert (
-        "restart 1 of 3 after 0 s, with 2 processes: process 1 failed at step 3: killed by SIGKILL"
-        in said
-    )
+    assert re.search(r"launch: process 1 of 2 on .* failed first, .*: killed by SIGKILL", said)
+    assert "launch: restart 1 of 3" in said
     assert "[1] start 2 of 2" in out
 
 
 def test_no_restart_unless_asked(started):
-    code, starts, said, _ = started("kill@3,ends", limit=0)
+    code, starts, said, _ = started("kill,ends", restarts=0)
     assert (code, starts) == (137, 1)
-    assert "failed first, at step 3" in said
+    assert "failed first" in said
     assert "launch: restart" not in said
     assert "no restart" not in said
 
 
 def test_the_number_of_restarts_has_a_limit(started):
-    code, starts, said, _ = started("kill@1,kill@2,kill@3", limit=2)
-    assert (code, starts) == (137, 3)
+    code, starts, said, _ = started("kill,OSError,exit3", restarts=2)
+    assert (code, starts) == (3, 3)
     assert "no restart: 2 of 2 restarts are used up" in said
-
-
-def test_an_error_that_comes_again_at_the_same_step_ends_the_run(started):
-    code, starts, said, _ = started("OSError@5")
-    assert (code, starts) == (1, 2)
-    assert "no restart: OSError again at step 5: a restart would not help" in said
-    assert "OSError: the disk is full" in said
-
-
-@pytest.mark.parametrize("acts", ["OSError@5,OSError@6,ends", "OSError@5,ValueError@5,ends"])
-def test_another_error_or_another_step_is_no_reason(acts, started):
-    assert started(acts)[:2] == (0, 3)
-
-
-def test_an_exit_code_that_comes_again_ends_the_run_and_a_kill_does_not(started):
-    code, starts, said, _ = started("kill@5,kill@5,exit3@5", limit=9)
-    assert (code, starts) == (3, 4)
-    assert "exit code 3 again at step 5" in said
-
-
-def test_the_wait_doubles_until_a_step_is_made(started, monkeypatch):
-    waits = []
-    monkeypatch.setattr(
-        "keras_tpu_dist.tools.launcher.restart.time.sleep",
-        lambda s, real=time.sleep: (waits.append(s), real(0))[1],
-    )
-    # The launcher's own looks sleep by the same function.
-    acts = "kill,kill,kill,kill@5,kill@5,ends"
-    code, starts, _, _ = started(acts, limit=9, backoff=16.0, longest_backoff_s=50.0)
-    assert (code, starts) == (0, 6)
-    assert [each for each in waits if each >= 16] == [32.0, 50.0, 50.0, 16.0, 32.0]
-
-
-def test_the_number_of_processes_is_read_before_each_restart(started, tmp_path):
-    (tmp_path / "available").write_text("3\n")
-    code, starts, said, out = started("kill@1,ends", processes_from="available")
-    assert (code, starts) == (0, 2)
-    assert "with 3 processes (2 before)" in said
-    assert "[2] start 2 of 3" in out
-
-
-def test_a_program_says_the_number_of_processes(started, tmp_path):
-    program = tmp_path / "available"
-    program.write_text("#!/bin/sh\necho 1\n")
-    program.chmod(0o755)
-    code, starts, said, _ = started("kill@1,ends", processes_from="available")
-    assert (code, starts) == (0, 2)
-    assert "with 1 process (2 before)" in said
-    program.write_text("#!/bin/sh\necho many\n")
-    code, starts, said, _ = started("kill@1,ends", processes_from="available")
-    assert "no number of processes from" in said
-    assert "with 2 processes:" in said
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="processes_from must be a file"):
-        Restarts(3, processes_from=str(tmp_path / "none"))
 
 
 @pytest.mark.slow
@@ -160,7 +98,7 @@ def test_a_signal_to_the_launcher_is_no_reason_to_restart(number, tmp_path):
 
 
 def test_what_failed_first_is_said_once_with_the_users_frames(started, tmp_path):
-    code, _, said, out = started("OSError@2", limit=0)
+    code, _, said, out = started("OSError", restarts=0)
     assert code == 1
     assert "in <module>" in said
     lines = said.splitlines()
@@ -179,10 +117,6 @@ if act == "prints":
         print("line", number)
 if act == "signal":
     os.kill(os.getpid(), signal.SIGRTMIN + 3)
-if act == "goodput" and start == 1:
-    os.remove("goodput.jsonl")
-    os.mkdir("goodput.jsonl")
-    os._exit(3)
 if act in ("aborted", "aborts"):
     if os.environ["KTD_PROCESS_ID"] == "0":
         time.sleep(0.2)
@@ -190,6 +124,23 @@ if act in ("aborted", "aborts"):
     if act == "aborted":
         print("F0000 client.h:80] Terminating process because the JAX distributed service detected "
               "fatal errors. This most likely indicates that another task died", file=sys.stderr)
+    os.abort()
+if act.startswith("leaves"):
+    if os.environ["KTD_PROCESS_ID"] == "1":
+        open("left", "w").close()
+        os._exit(0)
+    while not os.path.exists("left"):
+        pass
+    if act == "leaves, Gloo":
+        raise RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
+    if act == "leaves, JAX":
+        print("F0000 client.h:80] Terminating process because the JAX distributed service detected "
+              "fatal errors. This most likely indicates that another task died", file=sys.stderr)
+    os.abort()
+if act == "ends":
+    if os.environ["KTD_PROCESS_ID"] == "1":
+        os._exit(0)
+    time.sleep(3)
     os.abort()
 if act == "child" and start == 1:
     subprocess.Popen(["sleep", "40"])
@@ -203,11 +154,9 @@ def odd(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd.py").write_text(ODD)
 
-    def run(act, limit=0, **options):
+    def run(act, restarts=0):
         command = [sys.executable, "odd.py", act]
-        restarts = Restarts(limit, 0.0)
-        options = {"logs": tmp_path / "logs", "restarts": restarts} | options
-        code = launch(command, 2, 1, 0.3, **options)
+        code = launch(command, 2, 1, 0.3, restarts=restarts, logs=tmp_path / "logs")
         return code, *capfd.readouterr()
 
     return run
@@ -223,12 +172,6 @@ def test_a_full_disk_under_the_logs_does_not_end_the_run(odd, tmp_path):
     assert "No space left on device" in said
 
 
-def test_a_full_disk_under_goodput_does_not_end_the_run(odd):
-    code, _, said = odd("goodput", limit=3, goodput="goodput.jsonl")
-    assert code == 0
-    assert "restart 1 of 3" in said
-
-
 def test_a_signal_without_a_name(odd):
     code, _, said = odd("signal")
     assert code == 128 + signal.SIGRTMIN + 3
@@ -242,12 +185,30 @@ def test_a_process_that_jax_aborts_is_not_the_first_that_failed(act, code, first
     assert f"launch: process {first} of 2 " in said
 
 
+@pytest.mark.parametrize(
+    ("act", "code"), [("leaves", 134), ("leaves, JAX", 134), ("leaves, Gloo", 1)]
+)
+def test_a_process_that_leaves_is_the_first_and_not_one_that_it_takes_along(act, code, odd):
+    received, _, said = odd(act)
+    assert "launch: process 1 of 2 " in said
+    assert "ended with exit code 0, while the others waited for it" in said
+    assert received == code
+
+
+def test_a_process_that_ended_long_before_is_not_why_another_one_aborts(odd):
+    received, _, said = odd("ends")
+    assert "launch: process 0 of 2 " in said
+    assert "killed by SIGABRT" in said
+    assert received == 134
+
+
 def test_a_folder_that_a_killed_launcher_left(odd, tmp_path):
     (tmp_path / "logs" / ".reports" / "1").mkdir(parents=True)
-    (tmp_path / "logs" / ".reports" / "1" / "0.step").write_text("77".rjust(20))
+    report = [time.monotonic(), "OSError", "OSError: of a run before"]
+    (tmp_path / "logs" / ".reports" / "1" / "0.error").write_text(json.dumps(report))
     code, _, said = odd("signal")
     assert code == 128 + signal.SIGRTMIN + 3
-    assert "before its first step" in said
+    assert "of a run before" not in said
 
 
 def test_a_childs_child_that_holds_the_output_costs_seconds_once(odd, monkeypatch):
@@ -259,31 +220,15 @@ def test_a_childs_child_that_holds_the_output_costs_seconds_once(odd, monkeypatc
         waits.append(time.monotonic() - began)
 
     monkeypatch.setattr(Reader, "join", joined)
-    assert odd("child", limit=1)[0] == 0
+    assert odd("child", restarts=1)[0] == 0
     # Two processes started one each.
     assert len(waits) == 4
     assert 4 < sum(waits) < 8
 
 
-def test_a_step_that_cannot_be_noted_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(phases, "step_listeners", [])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    (tmp_path / "0.step").symlink_to("/dev/full")
-    monkeypatch.setenv("KTD_REPORT", str(tmp_path / "0"))
-    launched.begin_reports()
-    for step in range(3):
-        phases.at_step(step)
-    monkeypatch.setenv("KTD_REPORT", str(tmp_path / "nowhere" / "0"))
-    launched.begin_reports()
-    words = [each.getMessage() for each in caplog.records]
-    assert [each.partition(":")[0] for each in words] == [
-        "the launcher cannot see the current step of this process"
-    ] * 2
-
-
 def test_a_process_may_change_its_directory(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    code = "import os; os.chdir('/'); open(os.environ['KTD_REPORT'] + '.step', 'w')"
+    code = "import os; os.chdir('/'); open(os.environ['KTD_REPORT'] + '.error', 'w')"
     assert launch([sys.executable, "-c", code], 1, 1, logs="logs") == 0
 
 

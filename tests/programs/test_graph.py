@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from keras_tpu_dist.programs.graph import Instead, graph_of
+from keras_tpu_dist.programs.graph import ENTER, Instead, graph_of
 from keras_tpu_dist.programs.jaxprs import any_equation
 
 X = jnp.arange(12.0).reshape(3, 4) / 10
@@ -44,6 +44,37 @@ def test_every_call_is_inlined_and_what_is_recomputed_knows_by_what():
     assert [depths[name] for name in ("sin", "tanh", "exp", "cos")] == [0, 1, 2, 2]
     left = graph_of(jax.make_jaxpr(recomputed)(X, 2.0), recomputed=False)
     assert "tanh" not in {each.name for each in left.operations}
+
+
+def test_bodies_are_read_where_they_run():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, every = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    @jax.custom_jvp
+    def doubled(x):
+        return 2 * x
+
+    doubled.defjvps(lambda tangent, _, x: 2 * tangent)
+
+    @jax.shard_map(mesh=mesh, in_specs=(rows, every), out_specs=rows)
+    def step(x, scale):
+        return jax.lax.scan(lambda carry, row: (doubled(carry) * row, carry), x, scale)[0]
+
+    graph = graph_of(
+        jax.make_jaxpr(jax.jit(step))(jnp.ones((16, 4)), jnp.ones((3, 4))), bodies=True
+    )
+    (loop,) = (each for each in graph.operations if each.name == "scan")
+    inner = graph.operations[: graph.operations.index(loop)]
+    products = [each for each in inner if each.name == "mul"]
+    assert [each.results[0].devices for each in products] == [8, 8]
+    assert [each.results[0].shape for each in products] == [(2, 4), (2, 4)]
+    # A loop takes rows; a call takes values whole.
+    entered = [each for each in inner if each.name == ENTER]
+    lost = [len(each.operands[0].shape) - len(each.results[0].shape) for each in entered]
+    assert sorted(lost)[-2:] == [0, 1]
+    assert loop.body[0] is products[1].results[0]
+    assert graph.outputs[0].operation.name == ENTER
+    assert graph.outputs[0].devices == 1
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -6,8 +6,10 @@ import keras
 import pytest
 from compile_only import lower
 from jax import lax
+from jax.experimental.pallas import pallas_call
 
 import keras_tpu_dist as ktd
+from benchmarks import frozen
 from keras_tpu_dist.programs.products import Lookup, lookups_of, operations, products_of
 from keras_tpu_dist.tools.dryrun.build import Subject, described
 
@@ -152,3 +154,75 @@ def test_look_ups_and_windows():
     assert lookups_of(trace, 2) == (Lookup(weight=0, taken_bytes=2 * 6 * 2 * 8, ids=2 * 6),)
     (product,) = products_of(trace, 2)
     assert (product.weight, product.taps) == (1, 25)
+
+
+@pytest.mark.parametrize("name", frozen.MODELS)
+def test_a_model_with_frozen_parts_needs_what_its_step_executes(name):
+    counted, thrice, executed, everything = frozen.counted(frozen.MODELS[name])
+    assert counted == executed
+    assert (counted < thrice) == ("all" not in name and "embedding" not in name)
+    assert counted < everything < 1.25 * counted
+
+
+def test_what_remat_computes_again_is_not_counted():
+    make = frozen.MODELS["a frozen middle"]
+    plain = frozen.counted(make)
+    counted, _, executed, _ = frozen.counted(make, {"up_*": "full", "attention_*": "full"})
+    assert counted == plain[0] < executed
+
+
+def passes(function, *arrays, trained=1):
+    """How often a step computes each product of a function whose first arrays are trained."""
+    trace = jax.make_jaxpr(function)(*arrays)
+    return [p.passes for p in products_of(trace, 0, trained)]
+
+
+def test_gradients_flow_through_every_kind_of_call():
+    w, x = jnp.ones((4, 4)), jnp.ones((4, 4))
+
+    def in_scan(w, x):
+        # The first round has a carry without gradients; the others have one.
+        return jax.lax.scan(lambda h, _: ((h @ x) @ w, None), x, None, length=3)[0]
+
+    def in_branch(w, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda a: (a @ x) @ w, lambda a: a, x) @ x
+
+    def in_loop(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, h: h @ w, x) @ x
+
+    assert passes(lambda w, x: (x @ x) @ w @ x, w, x) == [1, 2, 2]
+    assert passes(in_scan, w, x) == [2, 3]
+    assert passes(jax.checkpoint(in_scan), w, x) == [2, 3]
+    assert passes(jax.jit(in_branch), w, x) == [1, 2, 2]
+    assert passes(in_loop, w, x) == [3, 2]
+    assert passes(lambda w, x: jax.nn.relu(x @ w) @ x, w, x) == [2, 2]
+    assert passes(lambda w, x: jax.lax.stop_gradient(x @ w) @ x, w, x) == [2, 1]
+    assert passes(lambda w, x: jnp.argmax(w, 0) @ x, w, x) == [1]
+    assert passes(lambda w, x: x @ w, w, x, trained=0) == [1]
+
+
+def test_a_product_of_integers_with_a_rule_for_gradients_hands_them_on():
+    @jax.custom_vjp
+    def quantized(x, kernel):
+        return jnp.dot(x.astype("int8"), kernel, preferred_element_type="int32").astype("float32")
+
+    quantized.defvjp(lambda x, k: (quantized(x, k), k), lambda k, g: (g @ k.T, None))
+    kernel = jnp.ones((4, 4), "int8")
+    found = passes(lambda w, x: quantized(x @ w, kernel) @ x, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    assert found == [2, 2, 2]
+
+
+def test_gradients_pass_a_kernel_written_by_hand():
+    def copied(source, target):
+        target[...] = source[...]
+
+    def forward(trained, frozen, x):
+        h = x @ trained
+        h = pallas_call(copied, out_shape=jax.ShapeDtypeStruct(h.shape, h.dtype))(h)
+        return h @ frozen
+
+    weights = jnp.ones((8, 8)), jnp.ones((8, 8))
+    traced = jax.make_jaxpr(forward)(*weights, jnp.ones((4, 8)))
+    # The second product's input needs a gradient, and its kernel none.
+    assert [p.passes for p in products_of(traced, 2, 1)] == [2, 2]
+    assert [p.passes for p in products_of(traced, 2, 2)] == [2, 3]

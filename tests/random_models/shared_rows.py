@@ -25,15 +25,18 @@ class Of(kl.Layer):
 
 
 class Noise(kl.Layer):
-    """Adds numbers that are drawn anew, some by the number of rows."""
+    """Adds numbers that are drawn anew.
 
-    def __init__(self, of_rows):
+    Args:
+        draw: Makes numbers like an array, from a seed that changes with every call.
+    """
+
+    def __init__(self, draw):
         super().__init__()
-        self.of_rows, self.seeds = of_rows, keras.random.SeedGenerator(3)
+        self.draw, self.seeds = draw, keras.random.SeedGenerator(3)
 
     def call(self, x):
-        shape = ops.shape(x) if self.of_rows else (1, FEATURES)
-        return x + 0.1 * keras.random.normal(shape, seed=self.seeds)
+        return x + 0.1 * ops.cast(self.draw(x, self.seeds.next()), x.dtype)
 
     def compute_output_shape(self, shape):
         return shape
@@ -50,7 +53,23 @@ BY_ROW = {
     "layer norm": lambda: kl.LayerNormalization(),
     "unit norm": lambda: kl.UnitNormalization(),
     "softmax": lambda: kl.Softmax(),
-    "noise of features": lambda: Noise(False),
+    "noise of features": lambda: _noise(lambda x: (1, FEATURES)),
+    "noise of rows": lambda: _noise(ops.shape),
+    "dropout": lambda: kl.Dropout(0.3, seed=5),
+    "dropout without a seed": lambda: kl.Dropout(0.3),
+    "dropout of columns": lambda: kl.Dropout(0.3, noise_shape=(None, 1), seed=5),
+    "gaussian": lambda: keras.Sequential([kl.GaussianNoise(0.1), kl.GaussianDropout(0.2)]),
+    "alpha": lambda: kl.AlphaDropout(0.2, seed=5),
+    "channels": lambda: keras.Sequential(
+        [kl.Reshape((2, 3)), kl.SpatialDropout1D(0.3, seed=5), kl.Flatten()]
+    ),
+    "attention dropout": lambda: keras.Sequential(
+        [kl.Reshape((3, 2)), _Attends(0.3), kl.Flatten()]
+    ),
+    "truncated": lambda: Noise(lambda x, s: keras.random.truncated_normal(ops.shape(x), seed=s)),
+    "whole numbers": lambda: Noise(lambda x, s: keras.random.randint(ops.shape(x), 0, 9, seed=s)),
+    "choices": lambda: Noise(lambda x, s: keras.random.categorical(x, FEATURES, seed=s)),
+    "keys of rows": lambda: Noise(_by_row),
     "sorted features": lambda: Of(lambda x: ops.sort(x, axis=1)),
     "running sum": lambda: Of(lambda x: ops.cumsum(x, axis=1)),
     "convolved": lambda: keras.Sequential(
@@ -69,14 +88,18 @@ BY_ROW = {
 }
 OVER_ROWS = {
     "batch norm": lambda: kl.BatchNormalization(),
-    "dropout": lambda: kl.Dropout(0.3, seed=5),
-    "noise of rows": lambda: Noise(True),
     "centred": lambda: Of(lambda x: x - ops.mean(x, axis=0)),
     "largest": lambda: Of(lambda x: x / (1 + ops.max(ops.abs(x), axis=0))),
     "smallest": lambda: Of(lambda x: x - ops.min(x)),
     "where it is largest": lambda: Of(lambda x: x + ops.cast(ops.argmax(x, axis=0), "float32")),
     "ranks": lambda: Of(lambda x: ops.sort(x, axis=0)),
     "reversed": lambda: Of(lambda x: ops.flip(x, axis=0)),
+    "noise, rows last": lambda: Noise(
+        lambda x, s: ops.transpose(keras.random.normal((FEATURES, _count(x)), seed=s))
+    ),
+    "another generator": lambda: Noise(_by_rbg),
+    "gamma": lambda: Noise(lambda x, s: keras.random.gamma(ops.shape(x), 2.0, seed=s)),
+    "shuffled": lambda: Noise(lambda x, s: keras.random.shuffle(x, seed=s)),
     "rolled": lambda: Of(lambda x: ops.roll(x, 1, axis=0)),
     "the last": lambda: Of(lambda x: x + x[-1:]),
     "the first": lambda: Of(lambda x: x + x[:1]),
@@ -112,12 +135,31 @@ LOSSES = {
 
 
 class _Attends(kl.Layer):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.dropout = dropout
+
     def build(self, shape):
-        self.attention = kl.MultiHeadAttention(2, 2)
+        self.attention = kl.MultiHeadAttention(2, 2, dropout=self.dropout, seed=5)
         self.attention.build(shape, shape)
 
-    def call(self, x):
-        return x + self.attention(x, x)
+    def call(self, x, training=None):
+        return x + self.attention(x, x, training=training)
+
+
+def _noise(shape):
+    return Noise(lambda x, seed: keras.random.normal(shape(x), seed=seed))
+
+
+def _by_row(x, seed):
+    """A key for each row."""
+    keys = jax.random.split(jax.random.wrap_key_data(seed), _count(x))
+    return jax.vmap(lambda key: jax.random.normal(key, (FEATURES,)))(keys)
+
+
+def _by_rbg(x, seed):
+    key = jax.random.key(seed[1], impl="rbg")
+    return jax.random.normal(key, x.shape)
 
 
 def _of(x):

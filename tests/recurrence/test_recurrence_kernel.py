@@ -142,7 +142,11 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     chosen = tpu()
     assert chosen.kernel.parts == 1
     assert (chosen.unroll, chosen.hoist) == (4, False)
-    assert str(chosen).startswith("one kernel, activations' inputs kept")
+    assert str(chosen).startswith("one kernel for all steps, in blocks of 4, activations' inputs")
+    asked = tpu(unroll=True)
+    assert asked.kernel is not None
+    assert "unroll=True: the kernel is faster than separate steps" in str(asked)
+    assert "unroll" not in chosen.reason
     assert tpu(directions=2).hoist
     assert tpu(unroll=2).unroll == 2
     assert tpu(segment=16).kernel is not None
@@ -154,7 +158,7 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     ):
         assert tpu(**changes).kernel is None
         assert words in str(tpu(**changes))
-    assert tpu(unroll=True) == chosen  # nothing is faster
+    assert asked == dataclasses.replace(chosen, reason=asked.reason)  # nothing is faster
     # Two cores share the rows; more parts make room for many rows; weights may lie there once.
     assert tpu(core=rec.Core(64 * 2**20, cores=2)).kernel.parts == 2
     assert tpu(batch=8192, units=1024).kernel.parts > 1

@@ -1,7 +1,7 @@
 """Programs of the TPU compiler, written so that XLA's CPU client runs them."""
 
-import functools
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_tpu_dist._keras.replicas import compiled_replicas, run_replicas
+from keras_tpu_dist.tools.hlo import operations
+from keras_tpu_dist.tools.hlo.operations import Replayed
 from keras_tpu_dist.tools.hlo.parse import parse
-from keras_tpu_dist.tools.replay import CannotRun, Row, rewrite
+from keras_tpu_dist.tools.replay import CannotRun, Row, rewrite, spelling
 from keras_tpu_dist.tools.replay.passes import first_wrong
 from keras_tpu_dist.tools.replay.rewrite import runnable
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def ran(text, arguments, number=1, **options):
@@ -295,7 +299,11 @@ def test_products_as_the_chip_rounds_them(precision, rounded):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("%x = f32[4] frobnicate(%p0)", "the operation is not known"),
+        (
+            "%x = f32[4] frobnicate(%p0)",
+            "the operation is not known, to XLA's CPU compiler neither; the table of operations "
+            "was compared with libtpu 0.0.41",
+        ),
         (
             '%x = f32[4] custom-call(%p0), custom_call_target="Foo"',
             "custom call 'Foo' is not known",
@@ -336,15 +344,136 @@ def test_attributes_are_read_whole():
         'ROOT %x = f32[4] copy(%p0), metadata={op_name="a=\\"b, c={\\"" source_line=3}, '
         'frontend_attributes={a={b={c}}}, backend_config={"x":[1,2]}, slice={[0:1], [2:3]}',
     )
-    found = rewrite.attributes_of(parse(text).entry.root)
+    found = spelling.attributes_of(parse(text).entry.root)
     assert found["slice"] == "{[0:1], [2:3]}"
     assert found["frontend_attributes"] == "{a={b={c}}}"
     assert set(found) == {"metadata", "frontend_attributes", "backend_config", "slice"}
 
 
-def test_no_operation_stands_in_two_tables():
-    tables = [rewrite._ELEMENTWISE, rewrite._PLAIN, rewrite._COLLECTIVES, rewrite._MOVES]
-    assert sum(map(len, tables)) == len(functools.reduce(set.union, tables))
+def test_every_way_of_the_table_is_written():
+    every = [*operations.OPERATIONS.values(), *operations.TARGETS.values()]
+    used = {one.replayed for one in every} - {Replayed.TARGET, Replayed.REFUSED}
+    assert used == set(rewrite._WRITERS)
+
+
+@pytest.mark.parametrize(("dtype", "low"), [("uint32", 0), ("int32", -(2**31)), ("uint16", 0)])
+def test_the_upper_half_of_a_product(dtype, low):
+    """As libtpu 0.0.52 writes random numbers."""
+    kind = {"uint32": "u32", "int32": "s32", "uint16": "u16"}[dtype]
+    line = f"ROOT %m = {kind}[64]{{0:T(128)}} mulhi(%p0, %p1)"
+    text = program([f"{kind}[64]{{0:T(128)}}"] * 2, line)
+    rng, bits = np.random.default_rng(0), 8 * np.dtype(dtype).itemsize
+    x, y = rng.integers(low, low + 2**bits, (2, 64)).astype(dtype)
+    expected = [(int(a) * int(b)) >> bits for a, b in zip(x, y)]
+    np.testing.assert_array_equal(ran(text, [[x], [y]])[0][0], np.array(expected).astype(dtype))
+
+
+CALLED = """%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%called (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0:T(128)} parameter(0)TOKEN
+  ROOT %r = f32[4]{0:T(128)} all-reduce(%p), channel_id=2, replica_groups=[1,2]<=[2], to_apply=%sum
+}, execution_thread="sparsecore"
+
+"""
+STATE = "(s32[8192]{0:T(1024)}, s32[47]{0:T(1)S(11)}, /*index=2*/s32[0]{0:T(1)L(128)S(12)})"
+GIVEN = (
+    "%u = ((f32[4]{{0:T(128)}}), f32[4]{{0:T(128)}}, {state}) {name}-update(%s, %p0), "
+    "output_to_operand_aliasing={{{{2,0}}: (0, {{2,0}})}}"
+)
+THREAD = 'async_execution_thread="sparsecore"'
+# How each libtpu writes what it hands to a SparseCore.
+HANDED = {
+    "0.0.41": [
+        '%w = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"',
+        '%t = token[] custom-call(%w), custom_call_target="PrepareAsyncCallDone"',
+        f"%s = ((f32[4]{{0:T(128)}}, token[]), f32[4]{{0:T(128)}}) call-start(%p0, %t), {THREAD}, "
+        "to_apply=%called",
+        "ROOT %d = f32[4]{0:T(128)} call-done(%s)",
+    ],
+    "0.0.50.1": [
+        f"%s = ((), (), {STATE}) call-start(), {THREAD}, to_apply=%called",
+        GIVEN.format(state=STATE, name="call"),
+        "ROOT %d = f32[4]{0:T(128)} call-done(%u)",
+    ],
+    "0.0.52": [
+        f"%s = ((), (), {STATE}) custom-call-start(), {THREAD}, "
+        'custom_call_target="TODO(b/522284627)", called_computations={%called}',
+        GIVEN.format(state=STATE, name="custom-call"),
+        "ROOT %d = f32[4]{0:T(128)} custom-call-done(%u)",
+    ],
+}
+
+
+@pytest.mark.parametrize("libtpu", HANDED)
+def test_what_is_handed_to_a_sparse_core_is_computed(libtpu):
+    token = "\n  %t = token[] parameter(1)" if libtpu == "0.0.41" else ""
+    before = CALLED.replace("TOKEN", token)
+    text = program(["f32[4]{0:T(128)}"], *HANDED[libtpu], before=before)
+    x = np.arange(4, dtype="float32")
+    for found in ran(text, [[x, 10 * x]], 2)[0]:
+        np.testing.assert_array_equal(found, 11 * x)
+
+
+def test_parts_of_bytes_are_joined():
+    """As libtpu fetches a table on tpu7x."""
+    bytes_, tiles = "s8[65536]{0:T(1024)(128)(4,1)}", "f32[256,128]{1,0:T(8,128)}"
+    half = "s8[65536]{0:T(1024)(128)(4,1)S(1)}"
+    text = program(
+        [tiles],
+        "%b = s8[131072]{0:T(1024)(128)(4,1)} bitcast(%p0)",
+        f"%one = {bytes_} slice(%b), slice={{[0:65536]}}",
+        f"%two = {half} slice(%b), slice={{[65536:131072]}}",
+        f'ROOT %c = {tiles} custom-call(%one, %two), custom_call_target="ConcatBitcast"',
+    )
+    x = np.random.default_rng(0).normal(size=(256, 128)).astype("float32")
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], x)
+
+
+def test_arrays_that_are_given_twice_are_refused():
+    text = program(
+        ["f32[4]"],
+        "%s = ((f32[4]), f32[4], ()) call-start(%p0), to_apply=%called",
+        "%u = ((f32[4]), f32[4], ()) call-update(%s, %p0)",
+        "ROOT %d = f32[4] call-done(%u)",
+        before=CALLED.replace("TOKEN", ""),
+    )
+    with pytest.raises(CannotRun, match="gives arrays to what has some already"):
+        runnable(parse(text), [0, 1])
+
+
+def test_an_elementwise_operation_of_no_table_runs_as_it_stands(monkeypatch):
+    monkeypatch.delitem(operations.OPERATIONS, "tan")
+    text = program(["f32[4]{0:T(128)}"], "ROOT %t = f32[4]{0:T(128)S(1)} tan(%p0)")
+    x = np.linspace(-1, 1, 4, dtype="float32")
+    np.testing.assert_allclose(ran(text, [[x]])[0][0], np.tan(x), rtol=1e-5)
+    assert operations.unlisted(parse(text)) == ("tan",)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("%x = f32[2] halve(%p0)", "the operation is not known; the table"),
+        ("%x = f32[4] all-frob(%p0)", "the operation is not known; the table"),
+        ("%x = f32[4] frob(%p0), calls=%p", "the operation is not known; the table"),
+        ("%x = f32[4] collective-broadcast(%p0)", "CPU client has no such collective"),
+    ],
+)
+def test_what_is_not_elementwise_is_refused(line, why):
+    text = program(["f32[4]"], line, "ROOT %r = f32[4] copy(%p0)")
+    with pytest.raises(CannotRun, match=why):
+        runnable(parse(text), [0])
+
+
+def test_the_page_lists_what_is_refused():
+    page = (ROOT / "docs" / "verify.md").read_text().partition("## What is refused")[2]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.*?) \|$", page.partition("\n## ")[0], re.M)
+    refused = [(one.name, one.why, one.since) for one in operations.refused()]
+    assert sorted(rows) == sorted(refused)
 
 
 class Passes:

@@ -57,6 +57,14 @@ def cnn():
     return model
 
 
+def lstm():
+    """Under "tensor_parallel", tpu7x hands its collectives to a SparseCore."""
+    rows = keras.Input((12, 16))
+    model = keras.Model(rows, layers.Dense(4)(layers.LSTM(32)(rows)))
+    model.compile("sgd", "mse", steps_per_execution=4)
+    return model
+
+
 def kernel_lstm():
     rows = keras.Input((16, 128))
     model = keras.Model(rows, layers.Dense(4)(ktd.layers.LSTM(128)(rows)))
@@ -219,6 +227,9 @@ def test_sums_that_libtpu_loses_are_found_with_the_pass(mesh, capsys):
         (large_table, {"data": 4, "model": 2}, "auto", "v5e:2x4", 13, "train"),
         (backbone, THREE, "auto", "v5e:2x4", 13, "train"),
         (mixture_of_experts, {"data": 2, "fsdp": 4}, "fsdp", "v5e:2x4", 13, "train"),
+        (mixture_of_experts, {"data": 8}, None, "v6e:2x4", 13, "train"),
+        (lstm, {"data": 4, "model": 2}, "tensor_parallel", "tpu7x:2x2x1", 13, "train"),
+        (counts, {"data": 8}, None, "tpu7x:2x2x1", 13, "train"),
     ],
 )
 def test_models_are_equal(build, mesh, layout, topology, rows, mode):

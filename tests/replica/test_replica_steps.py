@@ -528,3 +528,40 @@ def test_gradients_that_are_changed_before_the_update_are_summed_every_time(capl
     assert "pass these as they are to optimizer.apply" in caplog.text
     expected = -0.1 * data(13 * 4)[0].reshape(2, 26, 6).sum(1).sum(0) / 26
     assert_close([np.asarray(weight)], [expected])
+
+
+@pytest.mark.parametrize("outputs", ["last", "all"])
+@pytest.mark.parametrize("first", ["int32", "bool", "float16", "bfloat16", "weak"])
+def test_a_variable_that_begins_with_another_dtype(four, first, outputs):
+    """The second step begins with what the first one assigned."""
+
+    def begins(shape, dtype=None):
+        return jnp.full(shape, 1.0) if first == "weak" else jnp.ones(shape, first)
+
+    def made():
+        with four.scope():
+            mean = keras.Variable(begins, (3,), "float32", trainable=False)
+            own = {"aggregation": "sum", "synchronization": "on_read", "trainable": False}
+            total = keras.Variable(begins, (), "float32", **own)
+
+        def step(x):
+            before = mean.value
+            mean.assign(0.9 * mean + 0.1 * context().all_reduce("mean", x.mean(0)))
+            total.assign_add(x.sum())
+            return before
+
+        return step, mean, total
+
+    found = []
+    for n in (1, 4):
+        step, *variables = made()
+        dataset = four.distribute_dataset(np.linspace(0, 1, 120).reshape(40, 3), batch_size=4)
+        results = [
+            four.local_results(r)[0] for _, r in four.loop(step, dataset, n, outputs=outputs)
+        ]
+        if outputs == "all":
+            results = [np.concatenate(results)]
+        found.append([results[-1], *(v.numpy() for v in variables)])
+    assert_close(*found, 1e-6)
+    assert all(value.dtype == "float32" for one in found for value in one[1:])
+    assert 0.3 < found[0][1].mean() < 1

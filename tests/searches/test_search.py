@@ -24,6 +24,7 @@ from keras_tpu_dist.tools.searches.forecast import Forecast
 from keras_tpu_dist.tools.searches.ranking import Tried, rank
 
 L = keras.layers
+SLICE = Topology.parse("v5e:2x4")
 
 
 def build(width=512):
@@ -159,10 +160,10 @@ def test_memory_of_a_program_that_fits_is_what_it_needs_at_one_time():
     run = SimpleNamespace(
         fits=True, total_bytes=21 * gib, limit_bytes=16 * gib, peak_bytes=14 * gib
     )
-    assert Tried(Candidate(()), 64, run=run).memory_bytes == 14 * gib
+    assert Tried(Candidate(()), SLICE, 64, run=run).memory_bytes == 14 * gib
     for changed in ({"fits": False}, {"total_bytes": 15 * gib}, {"peak_bytes": 0}):
         other = SimpleNamespace(**{**vars(run), **changed})
-        assert Tried(Candidate(()), 64, run=other).memory_bytes == other.total_bytes
+        assert Tried(Candidate(()), SLICE, 64, run=other).memory_bytes == other.total_bytes
 
 
 def test_several_at_a_time(monkeypatch):
@@ -288,10 +289,54 @@ def dry(step, fits=True, effort="quick"):
 
 def tried(axis, remat):
     times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0)
-    return Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
+    return Tried(Candidate(((axis, 8),), None, False, remat), SLICE, 64, times)
 
 
 def test_a_batch_without_a_row_for_each_part():
     among = [Candidate((("data", 8),), None, False, None)]
     with pytest.raises(ValueError, match="batch"):
         ktd.search(build, "v5e:2x4", 2, among=among)
+
+
+def test_strategies_that_you_name_are_all_compiled_and_what_cannot_be_built_says_why(monkeypatch):
+    among = [
+        {"mesh": {"data": 8}},
+        {"mesh": {"data": -1, "model": 2}, "layout": [("kernel", (None, "model"))]},
+        {"mesh": {"data": 8}, "shard_optimizer": True, "remat": "dots"},
+        {"mesh": {"data": 8}, "layout": "tensor_parallel"},
+        {"mesh": {"data": 3}},
+        Candidate((("fsdp", 8),), "fsdp"),
+    ]
+    monkeypatch.setattr(searching, "lowered_step", lambda *_: "a program")
+    run = functools.partial(dataclasses.replace, run=dry(1.0))
+    monkeypatch.setattr(searching, "compiled_step", lambda how, one, lowered: run(one))
+    found = ktd.search(build, "v5e:2x4", 64, among=among, exact=0, cache=False)
+    compiled = [one for one in found.compiled if one.run is not None]
+    assert {(one.candidate.mesh_text, one.candidate.remat) for one in compiled} == {
+        ("data 8", None),
+        ("data 4 x model 2", None),
+        ("data 8", "dots"),
+        ("fsdp 8", None),
+    }
+    assert found.others == ()
+    refused = [one for one in found.candidates if one.error]
+    assert found.candidates[-2:] == tuple(refused)
+    assert 'such as "model"' in refused[0].error
+    assert "multiply to 3" in refused[1].error
+
+
+@pytest.mark.parametrize(
+    ("among", "error"),
+    [
+        ({"mesh": {"data": 8}}, "among is a list of strategies"),
+        ([], "among is a list of strategies"),
+        ([{"data": 8}], "of which mesh is needed"),
+        ([{"mesh": "data"}], "of which mesh is needed"),
+        ([{"mesh": {"data": 8}, "layuot": "fsdp"}], "Did you mean 'layout'"),
+        ([{"mesh": {"data": 8}, "remat": {"dense": "dots"}}], "remat of a strategy to compare is"),
+        ([{"mesh": {"data": 8}, "layout": "fsdq"}], "Did you mean 'fsdp'"),
+    ],
+)
+def test_wrong_strategies_to_compare(among, error):
+    with pytest.raises(ValueError, match=error):
+        ktd.search(build, "v5e:2x4", 64, among=among, cache=False)

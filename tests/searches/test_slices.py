@@ -1,90 +1,150 @@
-"""Slices compared: by chips times seconds, by price; strategies as lines to copy."""
+"""Several slices in one ranking: by chip-hours, by price; strategies as lines to copy."""
 
 import json
 from dataclasses import replace
 
+import keras
 import pytest
-from dryrun.made import made_comparison, made_run
+from dryrun.made import made_comparison, made_run, tried
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.tools.searches import search as searching
 from keras_tpu_dist.tools.searches.candidates import Candidate, candidates
 from keras_tpu_dist.tools.searches.forecast import Forecast
-from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
+from keras_tpu_dist.tools.searches.ranking import Ranking, rank
 
 
-def ranking(topology, step_s, rows=1024, fits=True):
-    """One candidate on a slice, of which a step takes so long."""
+def on_slice(topology, step_s, rows=1024, fits=True, price=None):
+    """A candidate on a slice, of which a step takes so long."""
     run = made_run(topology, fits=fits, batch_size=rows)
-    run = replace(run, estimate=replace(run.estimate, step=step_s))
+    run = replace(run, estimate=replace(run.estimate, step=step_s, low=step_s, high=step_s))
     mesh = (("data", ktd.Topology.parse(topology).num_devices),)
-    return Ranking(topology, (Tried(Candidate(mesh), rows, run=run),))
+    return tried(Candidate(mesh), topology, rows, run=run, price=price)
 
 
-def test_chips_times_seconds_decide():
+def ranking(*found):
+    names = dict.fromkeys(one.topology.name for one in found)
+    return Ranking(tuple(names), tuple(sorted(found, key=rank)))
+
+
+def test_chip_hours_decide():
     # 16 x 3 ms, 4 x 10 ms, 64 x 1 ms, and one that does not fit.
     steps = {"v5e:4x4": 3e-3, "v6e:2x2": 1e-2, "v5p:4x4x4": 1e-3}
-    rankings = [ranking(name, s) for name, s in steps.items()]
-    rankings.append(ranking("v5e:2x2", 1e-4, fits=False))
-    found = ktd.compare_slices(rankings)
-    assert [each.topology.name for each in found.candidates][:3] == [
-        "v6e:2x2",
-        "v5e:4x4",
-        "v5p:4x4x4",
-    ]
-    assert found.best.chip_seconds == pytest.approx(4e-2)
-    assert found.best.chip_seconds_a_row == pytest.approx(4e-2 / 1024)
-    assert found.fastest.topology.name == "v5p:4x4x4"
-    assert str(found).splitlines()[-2:] == [
-        'strategy = ktd.TPUStrategy({"data": 64})  # v5p:4x4x4: fastest',
-        'strategy = ktd.TPUStrategy({"data": 4})  # v6e:2x2: fewest chip-seconds',
-    ]
+    too_large = on_slice("v5e:2x2", 1e-4, fits=False)
+    found = ranking(too_large, *(on_slice(name, s) for name, s in steps.items()))
+    names = [one.topology.name for one in found.candidates]
+    assert names == ["v6e:2x2", "v5e:4x4", "v5p:4x4x4", "v5e:2x2"]
+    assert found.best.chip_hours == pytest.approx(1e6 * 4e-2 / 1024 / 3600)
+    text = str(found)
+    assert "ranked by chips times hours for a million rows" in " ".join(text.split())
+    assert "chip-h/1M" in text
+    assert "price" not in text
+    last = 'strategy = ktd.TPUStrategy({"data": 4})  # batch_size=1024 on v6e:2x2'
+    assert text.splitlines()[-1] == last
     assert dict(found.strategy("v6e:2x2").mesh.shape) == {"data": 4}
 
 
 def test_a_price_decides():
-    found = ktd.compare_slices(
-        [ranking("v5e:4x4", 3e-3), ranking("v6e:2x2", 1e-2)],
-        price={"v5litepod": 1.0, "v6e": 2.0},
-    )
+    found = ranking(on_slice("v5e:4x4", 3e-3, price=1.0), on_slice("v6e:2x2", 1e-2, price=2.0))
     assert found.best.topology.name == "v5e:4x4"
     # 16 chips x 3 ms / 1024 rows, at 1.00 an hour.
     million = 1e6 * 16 * 3e-3 / 1024 / 3600
     data = json.loads(json.dumps(found.to_dict()))
-    assert data["candidates"][0]["price_per_million_rows"] == pytest.approx(million)
-    assert "price/1M" in str(found)
-    assert "ranked by the price of a million rows" in str(found)
-    assert "chip-s/1k rows" not in str(found)
-    assert "cheapest, and fastest" in str(found).splitlines()[-1]
+    assert data["topologies"] == ["v5e:4x4", "v6e:2x2"]
+    first, second = data["candidates"]
+    assert first["topology"] == "v5e:4x4"
+    assert first["price_per_million_rows"] == pytest.approx(million)
+    assert second["price_per_million_rows"] == pytest.approx(2 * 4e-2 / (16 * 3e-3) * million)
+    assert first["chip_hours_per_million_rows"] == pytest.approx(million)
+    text = str(found)
+    assert f"{million:.3g}" in text
+    assert "price/1M" in text
+    assert "chip-h/1M" not in text
+    assert "ranked by the price of a million rows" in " ".join(text.split())
 
 
-def test_slices_are_compared_by_the_price_of_a_row():
-    """Twice the rows in the same time are half the price."""
-    found = ktd.compare_slices([ranking("v5e:4x4", 3e-3), ranking("v6e:4x4", 3e-3, rows=2048)])
+def test_one_slice_with_a_price_has_its_column():
+    text = str(ranking(on_slice("v5e:4x4", 3e-3, price=1.0)))
+    assert "price/1M" in text
+    assert "v5e:4x4  " not in text
+    assert "price/1M" not in str(ranking(on_slice("v5e:4x4", 3e-3)))
+
+
+def test_slices_are_ranked_by_a_row():
+    """Twice the rows in the same time cost half."""
+    found = ranking(on_slice("v5e:4x4", 3e-3), on_slice("v6e:4x4", 3e-3, rows=2048))
     assert found.best.topology.name == "v6e:4x4"
-    assert "chip-s/1k rows" in str(found)
+    assert "rows" in str(found)
 
 
 def test_nothing_fits():
-    found = ktd.compare_slices([ranking("v5e:4x4", 3e-3, fits=False)])
+    found = ranking(*(on_slice(name, 3e-3, fits=False) for name in ("v5e:4x4", "v6e:4x4")))
     assert found.best is None
-    assert found.fastest is None
-    assert "nothing fits" in str(found)
+    assert "none fits" in str(found)
     assert "strategy = " not in str(found)
     with pytest.raises(ValueError, match="No tried strategy fits"):
         found.strategy()
 
 
 def test_nothing_was_compiled():
-    found = ktd.compare_slices([Ranking("v5e:4x4", ())])
-    assert str(found) == "v5e:4x4: nothing fits"
+    found = Ranking(("v5e:4x4", "v6e:4x4"), ())
+    assert "none fits" in str(found)
     assert found.to_dict()["candidates"] == []
-    assert "nothing fits" in found.to_html()
+    assert "no candidate fits" in found.to_html() or "none has times" in found.to_html()
 
 
 def test_the_page_escapes_names():
-    page = ktd.compare_slices([made_comparison(), made_comparison("v6e:4x4")]).to_html()
+    both = (*made_comparison().compiled, *made_comparison("v6e:4x4").compiled)
+    page = Ranking(("v5e:4x4", "v6e:4x4"), both).to_html()
     assert "<script>document.title" not in page
     assert page.count("<h2>") == 2
+    assert page.count("<circle") == made_comparison().to_html().count("<circle") * 2
+
+
+def test_a_search_of_several_slices_is_one_ranking(monkeypatch):
+    """The same forecasts and compilations for each; a price is that of its chip."""
+
+    def build():
+        layers = [keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(8)]
+        model = keras.Sequential(layers)
+        model.compile("adam", "mse")
+        return model
+
+    steps = {"v5e:2x2": 3e-3, "v6e:2x2": 2e-3}
+
+    def compiled(how, one, lowered):
+        name = one.topology.name
+        return replace(one, run=on_slice(name, steps[name]).run)
+
+    monkeypatch.setattr(searching, "lowered_step", lambda *_: "a program")
+    monkeypatch.setattr(searching, "compiled_step", compiled)
+    names, few = ["v5e-4", "v6e-4"], {"compilations": 2, "exact": 1, "cache": False}
+    found = ktd.search(build, names, 64, **few)
+    assert found.topologies == ("v5e:2x2", "v6e:2x2")
+    assert [one.topology.name for one in found.compiled] == ["v6e:2x2"] * 2 + ["v5e:2x2"] * 2
+    assert {one.topology.name for one in found.others} == {"v5e:2x2", "v6e:2x2"}
+    assert f"... {len(found.others)} not compiled" in str(found)
+    alone = ktd.search(build, names[0], 64, **few)
+    assert len(found.candidates) == 2 * len(alone.candidates)
+    priced = ktd.search(build, names, 64, price_per_chip_hour={"v5litepod": 1, "v6e": 3.0}, **few)
+    assert [one.price for one in priced.compiled] == [1.0] * 2 + [3.0] * 2
+    assert all(one.price is not None for one in priced.others)
+
+
+@pytest.mark.parametrize(
+    ("topology", "prices", "error"),
+    [
+        ([], None, "one slice or several, each of them once"),
+        (["v5e-8", "v5e:2x4"], None, "one slice or several, each of them once"),
+        ("v5e-8", 1.2, "by the names of chips"),
+        ("v5e-8", {"v5f": 1.2}, "Did you mean 'v5"),
+        ("v5e-8", {"v5e": 0}, "a number above 0"),
+        (["v5e-8", "v6e-8"], {"v6e": 2.7}, 'Add "v5e" to it'),
+    ],
+)
+def test_wrong_slices_and_prices(topology, prices, error):
+    with pytest.raises(ValueError, match=error):
+        ktd.search(lambda: None, topology, price_per_chip_hour=prices)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +152,10 @@ def test_the_page_escapes_names():
 )
 def test_the_line_of_a_strategy_makes_it(layout):
     mesh = {"data": 4, "model": 2}
-    own = ktd.TPUStrategy(mesh, layout, remat={"dense*": "dots"}, shard_optimizer=layout is None)
+    candidate = Candidate(tuple(mesh.items()), layout, layout is None, "dots")
+    own = candidate.strategy()
     names = {"ktd": ktd}
-    exec(Candidate.of(own).line, names)
+    exec(candidate.line, names)
     made = names["strategy"]
     assert dict(made.mesh.shape) == mesh
     assert made.layouts.layout == own.layouts.layout
@@ -128,15 +189,14 @@ def test_a_candidate_takes_one_line(columns, layout, monkeypatch):
     candidate = Candidate((("data", 2), ("model", 4)), layout, remat="dots")
     split = Candidate((("data", 8),), "tensor_parallel", shard_optimizer=True)
     ahead = Forecast(2**33, 2**32, 2**34, 1e-3, 2e-3, 60e-3)
-    tried = (
-        Tried(candidate, 1024, ahead, replace(run, effort="exact")),
-        Tried(split, 1024, ahead, replace(run, effort="quick")),
-        Tried(split, 1024, ahead, replace(run, effort="quick", fits=False)),
-        Tried(split, 1024, ahead),
-        Tried(split, 1024, error="The mesh does not fit the slice."),
+    found = (
+        tried(candidate, "v5e:2x4", forecast=ahead, run=replace(run, effort="exact")),
+        tried(split, "v5e:2x4", forecast=ahead, run=replace(run, effort="quick")),
+        tried(split, "v5e:2x4", forecast=ahead, run=replace(run, effort="quick", fits=False)),
+        tried(split, "v5e:2x4", forecast=ahead),
+        tried(split, "v5e:2x4", error="The mesh does not fit the slice."),
     )
-    first = Ranking("v5e:2x4", tried)
-    lines = str(first).splitlines()
+    lines = str(Ranking(("v5e:2x4",), found)).splitlines()
     assert max(map(len, lines[:-1])) <= columns  # the last is to copy
     header = next(n for n, line in enumerate(lines) if line.split()[0] == "mesh")
     assert [line for line in lines[header + 1 :] if not line.startswith("  ")][:-1] == [
@@ -146,10 +206,14 @@ def test_a_candidate_takes_one_line(columns, layout, monkeypatch):
         "not compiled, forecasts:",
         "cannot be compiled:",
     ]
-    assert sum(line.startswith("  data") for line in lines) == len(tried)
-    both = ktd.compare_slices([first, first], price=1.0)
+    assert sum(line.startswith("  data") for line in lines) == len(found)
+    priced = [replace(one, price=1.0) for one in found]
+    alone = str(Ranking(("v5e:2x4",), tuple(priced))).splitlines()
+    (forecast,) = (n for n, line in enumerate(alone) if line == "not compiled, forecasts:")
+    assert "0.137" in alone[forecast + 1]  # 8 chips x 63 ms / 1024 rows, at 1.00 an hour
+    both = Ranking(("v5e:2x4", "v6e:2x4"), tuple(sorted(2 * priced, key=rank)))
     lines = str(both).splitlines()
     table = lines[: next(n for n, line in enumerate(lines) if line.startswith("strategy"))]
     assert max(map(len, table)) <= columns
-    assert sum(line.startswith("  v5e:2x4") for line in lines) == 2 * len(tried)
-    assert ("memory" in str(both)) == (columns == 100)
+    assert sum(line.startswith("  v5e:2x4") for line in lines) == 2 * len(found)
+    assert any("price/1M" in line for line in lines)

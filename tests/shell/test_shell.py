@@ -11,16 +11,13 @@ import time
 
 import keras
 import pytest
-from dryrun.made import made_comparison, made_run
+from dryrun.made import made_comparison
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.tools.checkup import method
 from keras_tpu_dist.tools.checkup import run as checking
-from keras_tpu_dist.tools.searches import compare as comparison
-from keras_tpu_dist.tools.searches import largest_batch as largest
 from keras_tpu_dist.tools.searches import search as searching
-from keras_tpu_dist.tools.searches.largest_batch import LargestBatch
 from keras_tpu_dist.tools.shell import light
 from keras_tpu_dist.tools.shell.commands import COMMANDS, _write_whole
 from keras_tpu_dist.tools.shell.main import main
@@ -158,7 +155,7 @@ def test_the_version(capsys):
     [
         (["serach"], "Did you mean 'search'?"),
         (["topologies", "v5"], "Did you mean 'v5p'?"),
-        (["lint", "x:y", "--batchsize", "3"], "Did you mean '--batch-size'?"),
+        (["check", "--batchsize", "3"], "Did you mean '--batch-size'?"),
     ],
 )
 def test_the_nearest_word_comes_first(words, hint, capsys):
@@ -170,7 +167,7 @@ def test_the_nearest_word_comes_first(words, hint, capsys):
 
 def test_no_command_is_answered_with_help(capsys):
     assert main([]) == 2
-    assert "largest-batch" in capsys.readouterr().err
+    assert "dry-run" in capsys.readouterr().err
 
 
 def test_the_nearest_slice_comes_first(model, capsys):
@@ -221,7 +218,8 @@ INSTALLED = ("keras", "jax", "numpy", "rich", "h5py", "iniconfig")
 SHADOW = """
 import json, random, sys
 import helpers
-assert "models/{0}.py:build" in sys.argv, "{0} was imported in the place of another module"
+other = "{0} was imported in the place of another module"
+assert sys.argv == [__file__] and __file__.endswith("models/{0}.py"), other
 assert sys.modules["random"] is random and random.Random and json.loads
 build = helpers.build
 """
@@ -242,16 +240,102 @@ def test_a_file_named_like_another_module_hides_none(name, as_module, tmp_path):
         if not (as_module and each == "types"):  # `python -m` itself imports that one
             (tmp_path / f"{each}.py").write_text("raise AssertionError(__file__)")
     (tmp_path / "models/helpers.py").write_text(MODEL)
-    words = ["lint", f"models/{name}.py:build", "--devices", "2", "--mesh", "data=2"]
+    words = ["explain", f"models/{name}.py:build", "--devices", "2", "--mesh", "data=2"]
     code, out, err = ran(*words, as_module=as_module, cwd=tmp_path)
-    assert (code, out, err) == (0, "mlp: no findings\n", "")
+    assert (code, out.partition("\n")[0], err) == (0, "mlp on 2 devices {'data': 2}", "")
 
 
 def test_a_module_that_another_one_hides_is_named_by_its_file(model, tmp_path, capsys):
     (tmp_path / "json.py").write_text(MODEL)
-    assert main(["lint", "json:build", "--mesh", "data=8"]) == 2
+    assert main(["explain", "json:build", "--mesh", "data=8"]) == 2
     assert "write json.py for the file in this folder" in capsys.readouterr().err
-    assert main(["lint", "json.py:build", "--mesh", "data=8"]) == 0
+    assert main(["explain", "json.py:build", "--mesh", "data=8"]) == 0
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in a folder src, one of whose files imports another one relatively."""
+    folder = tmp_path / "src" / "of_a_shell_test" / "inner"
+    folder.mkdir(parents=True)
+    for made in (folder.parent, folder):
+        (made / "__init__.py").write_text("")
+    (folder.parent / "model.py").write_text(MODEL)
+    (folder / "train.py").write_text(
+        "from of_a_shell_test import model\nfrom ..model import build as made\n"
+        "def build():\n    assert made is model.build\n    return made()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "of_a_shell_test"
+    for name in [name for name in sys.modules if name.startswith("of_a_shell_test")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "named", ["src/{}/inner/train.py:build", "{}.inner.train:build", "src/{}/model:build"]
+)
+def test_a_file_of_a_package(named, package, capsys):
+    assert main(["explain", named.format(package), *SLICE]) == 0
+    assert "mlp on 8 devices" in capsys.readouterr().out
+
+
+def test_a_package_that_another_one_hides(package, tmp_path, capsys):
+    (tmp_path / "keras").mkdir()
+    (tmp_path / "keras" / "__init__.py").write_text("raise AssertionError")
+    (tmp_path / "keras" / "own.py").write_text(MODEL)
+    assert main(["explain", "keras/own.py:build", *SLICE]) == 2
+    err = capsys.readouterr().err
+    assert "Python finds another 'keras' before the package of this file" in err
+    assert "Give your package another name" in err
+
+
+PARSES = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=64)
+parser.add_argument("files", nargs="*")
+options = parser.parse_args()
+import model
+def build():
+    assert parser.parse_args() == options
+    assert (options.files, options.width, len(sys.argv)) == ([], 64, 1)
+    assert sys.argv[0].endswith("script.py"), sys.argv
+    return model.build()
+"""
+
+
+@pytest.mark.parametrize("named", ["script.py", "other_script"])
+@pytest.mark.parametrize(
+    ("command", "words", "code"),
+    [
+        ("explain", SLICE, 0),
+        ("explain", ["--devices", "8", "--mesh", "data=8"], 0),
+        ("convert", ["b.keras"], 1),
+    ],
+)
+def test_a_file_that_parses_the_command_line_reads_none_of_ours(
+    command, words, code, named, model, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / f"{named.removesuffix('.py')}.py").write_text(PARSES)
+    words = ["ktd", command, f"{named}:build", *words]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = main()
+    out, err = capsys.readouterr()
+    assert "usage" not in out + err
+    assert found == code, out + err
+    assert sys.argv is words
+
+
+def test_a_file_that_needs_words_of_its_own_says_so(model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "needs.py").write_text(PARSES.replace('nargs="*"', 'nargs="+"'))
+    words = ["explain", "needs.py:build", *SLICE]
+    monkeypatch.setattr(sys, "argv", ["ktd", *words])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert "usage: needs.py" in err
+    assert "error: the following arguments are required: files" in err
+    assert sys.argv == ["ktd", *words]
 
 
 @pytest.mark.parametrize("options", [["--layout", "fsdp"], []])
@@ -279,9 +363,7 @@ def test_a_function_that_is_none_for_a_command(function, words, options, model, 
         ["convert", "model.py:no_model", "fast.keras"],
         ["checkpoint", "run", "--to-keras", "x.keras", "--build", "model.py:no_model"],
         ["dry-run", "model.py:no_model", *SLICE, "--batch-size", "8"],
-        ["compare", "model.py:no_model", *SLICE, "--batch-size", "8"],
         ["search", "model.py:no_model", *SLICE, "--batch-size", "8"],
-        ["largest-batch", "model.py:no_model", *SLICE],
     ],
 )
 def test_a_function_that_returns_no_model(words, model, tmp_path, capsys):
@@ -290,8 +372,8 @@ def test_a_function_that_returns_no_model(words, model, tmp_path, capsys):
     assert re.search("error: .* returns? a (keras.Model|model)", capsys.readouterr().err)
 
 
-def test_compare_does_not_take_a_failed_function_for_a_layout_that_fails(model, capsys):
-    assert main(["compare", "model.py:raises", *SLICE, "--batch-size", "8"]) == 2
+def test_search_does_not_take_a_failed_function_for_a_layout_that_fails(model, capsys):
+    assert main(["search", "model.py:raises", *SLICE, "--batch-size", "8"]) == 2
     assert "error: RuntimeError: no labels" in capsys.readouterr().err
 
 
@@ -300,10 +382,8 @@ def test_compare_does_not_take_a_failed_function_for_a_layout_that_fails(model, 
     [
         (["--here", "--processes", "2"], "Received: processes=2. Leave --here out"),
         (["--here", "--devices", "4"], "Received: devices=4. Leave --here out"),
-        (["--here", "--processes-from", "model.py"], "Received: processes_from='model.py'. Leave"),
         (["--processes", "0"], "Received: processes=0, devices=4."),
-        (["--processes-from", "model.py"], "is read before each restart"),
-        (["--processes-from", "none", "--restart", "1"], "Received: processes_from='none'"),
+        (["--restart", "-1"], "Received: restart=-1. Write --restart 10."),
         (
             ["--logs", "model.py"],
             "processes need a folder. Received: logs='model.py', which",
@@ -340,47 +420,27 @@ def test_launch_of_no_program_starts_no_process(script, error, tmp_path, monkeyp
     assert error in capsys.readouterr().err
 
 
-def test_an_empty_file_of_goodput(tmp_path, capsys):
-    (tmp_path / "empty").touch()
-    assert main(["goodput", str(tmp_path / "empty")]) == 2
-    assert "found='no line'" in capsys.readouterr().err
-
-
 # --- commands that look at a model here ----------------------------------------------------------
 
 
-def test_lint_on_a_laptop(model, tmp_path):
-    code, out, err = ran("lint", "model.py:both", "--devices", "8")
-    assert (code, out, err) == (0, "mlp: no findings\n", "")
+def test_explain_on_a_laptop(model, tmp_path):
+    code, out, err = ran("explain", "model.py:both", "--devices", "8")
+    first = "mlp on 8 devices {'data': 4, 'model': 2}"
+    assert (code, out.partition("\n")[0], err) == (0, first, "")
 
 
 def test_a_file_that_simulates_other_devices_says_so(model, capsys):
-    assert main(["lint", "model.py:other_devices", "--devices", "8"]) == 2
+    assert main(["explain", "model.py:other_devices", "--devices", "8"]) == 2
     assert "num_devices=2, but JAX already runs on 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["lint", "explain", "show"])
-def test_devices_or_a_slice(command, model, capsys):
-    assert main([command, model, "--devices", "8", *SLICE]) == 2
+def test_devices_or_a_slice(model, capsys):
+    assert main(["explain", model, "--devices", "8", *SLICE]) == 2
     assert "Use only one of them" in capsys.readouterr().err
-    assert main([command, model, "--devices", "0", "--mesh", "data=8"]) == 2
+    assert main(["explain", model, "--devices", "0", "--mesh", "data=8"]) == 2
     assert "num_devices of simulate is a whole number of at least 1" in capsys.readouterr().err
-    assert main([command, model]) == 2
-    assert f"A function for {command} must return (model, strategy)" in capsys.readouterr().err
-
-
-def test_an_axis_that_nothing_uses(model, capsys):
-    assert main(["lint", model, "--devices", "8", "--mesh", "dat=4,model=2"]) == 1
-    text = capsys.readouterr().out
-    assert "unused-axis" in text
-    assert "Did you mean 'data'?" in text
-    # An axis that splits weights, and was to split the batch.
-    words = ["lint", model, "--mesh", "dat=4,model=2", "--layout", "tensor_parallel"]
-    assert main(words) == 1
-    text = capsys.readouterr().out
-    assert "unused-axis" not in text
-    assert "no-data-axis" in text
-    assert "Did you mean 'data'?" in text
+    assert main(["explain", model]) == 2
+    assert "A function for explain must return (model, strategy)" in capsys.readouterr().err
 
 
 def test_explain(model, capsys):
@@ -389,29 +449,6 @@ def test_explain(model, capsys):
     assert main(["explain", "model.py:both", "--path", "up/kernel", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == "mlp/up/kernel"
     assert main(["explain", "model.py:both", "--path", "upp/kernel"]) == 2
-
-
-def test_show(model, capsys, tmp_path):
-    words = ["--mesh", "data=4,model=2", "--layout", "tensor_parallel"]
-    assert main(["show", model, *words, "--save", "mlp.svg"]) == 0
-    assert "mlp" in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "mlp.svg").read_text()
-    # The mesh alone, of devices here and of a slice.
-    assert main(["show", *words]) == 0
-    assert main(["show", "--mesh", "data=2,model=4", *SLICE, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert json.loads(out[out.index("\n{") :])
-    assert main(["show", *words, "--save", "no/folder.svg"]) == 2
-    assert "in a folder that exists" in capsys.readouterr().err
-
-
-def test_show_says_why_a_model_that_is_not_built_has_no_boxes(model, capsys, tmp_path):
-    lazy = MODEL.replace("keras.Input((64,)), ", "")
-    (tmp_path / "lazy.py").write_text(lazy)
-    assert main(["show", "lazy.py:build", "--mesh", "data=8", "--save", "lazy.svg"]) == 0
-    words = "the model is not built: it has no variables yet; call model.build(input_shape)"
-    assert words in capsys.readouterr().out
-    assert words in (tmp_path / "lazy.svg").read_text()
 
 
 def test_convert(model, capsys, tmp_path):
@@ -446,9 +483,9 @@ def test_nothing_to_convert(model, capsys, tmp_path):
 
 def test_what_a_model_prints_is_no_json(model, capsys, tmp_path):
     (tmp_path / "loud.py").write_text(MODEL.replace("def both():", "def both():\n    print('hi')"))
-    assert main(["lint", "loud.py:both", "--json"]) == 0
+    assert main(["explain", "loud.py:both", "--json"]) == 0
     streams = capsys.readouterr()
-    assert json.loads(streams.out)["ok"]
+    assert json.loads(streams.out)["rows"]
     assert streams.err == "hi\n"
 
 
@@ -457,22 +494,14 @@ def test_what_a_model_prints_is_no_json(model, capsys, tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Rankings and a dry run in the place of compilations; returns what they were asked for."""
+    """A ranking in the place of compilations; returns what it was asked for."""
     seen = []
 
     def ranking(build, topology, *args, **options):
-        seen.append((topology.name, args, options))
-        return made_comparison(topology.name)
-
-    def batch(build, strategy, **options):
-        seen.append((strategy, (), options))
-        return LargestBatch(64, made_run(), ((8, True, 2**30), (64, True, 2**31)), "strategy = 1")
+        seen.append((topology, args, options))
+        return made_comparison()
 
     monkeypatch.setattr(searching, "search", ranking)
-    monkeypatch.setattr(
-        comparison, "compare", lambda build, topology, **k: ranking(build, topology, **k)
-    )
-    monkeypatch.setattr(largest, "largest_batch", batch)
     return seen
 
 
@@ -483,66 +512,38 @@ def test_search(model, made, capsys, tmp_path):
     best = made_comparison().best
     assert text.splitlines()[-1] == f"{best.candidate.line}  # batch_size={best.rows}"
     name, args, options = made[0]
-    assert (name, args, options["compilations"], options["cache"]) == ("v5e:4x4", (64,), 2, True)
+    assert (name, args, options["compilations"], options["cache"]) == (["v5e-16"], (64,), 2, True)
     assert options["x"].shape == (1, 64)
     assert "strategy = ktd.TPUStrategy(" in (tmp_path / "found.html").read_text()
     assert main([*words, "--no-cache", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["topology"] == "v5e:4x4"
+    assert json.loads(capsys.readouterr().out)["topologies"] == ["v5e:4x4"]
     assert made[1][2]["cache"] is False
 
 
-@pytest.mark.parametrize("command", ["search", "compare"])
-def test_several_slices(command, model, made, capsys, tmp_path):
-    words = [command, model, "--topology", "v5e-16,v6e-16", "--batch-size", "64"]
-    assert main([*words, "--html", "found.html"]) == 0
-    text = capsys.readouterr().out
-    assert [name for name, _, _ in made] == ["v5e:4x4", "v6e:4x4"]
-    assert "ranked by chips x step" in text
-    assert text.splitlines()[-1].startswith("strategy = ktd.TPUStrategy(")
-    assert "v6e:4x4" in (tmp_path / "found.html").read_text()
-    assert main([*words, "--price", "v5e=1.2,v6e=2.7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["prices"] == {"v5e": 1.2, "v6e": 2.7}
+def test_several_slices(model, made, capsys):
+    words = ["search", model, "--topology", "v5e-16, v6e-16", "--batch-size", "64"]
+    assert main([*words, "--price", "v5e=1.2, v6e=2.7"]) == 0
+    name, _, options = made[0]
+    assert name == ["v5e-16", "v6e-16"]
+    assert options["price_per_chip_hour"] == {"v5e": 1.2, "v6e": 2.7}
 
 
-def test_compare(model, made, capsys):
-    words = ["compare", model, "--topology", "v5e-16", "--batch-size", "64"]
-    assert main([*words, "--mesh", "data=16", "--mesh", "data=8,model=2", "--layout", "fsdp"]) == 0
-    asked = made[0][2]
-    assert asked["meshes"] == [{"data": 16}, {"data": 8, "model": 2}]
-    assert (asked["layouts"], asked["calibration"]) == (["fsdp"], None)
-    assert main([*words, "--calibration", "v5e.json"]) == 0
-    assert made.pop()[2]["calibration"] == "v5e.json"
-    assert main(words) == 0
-    assert (made[1][2]["meshes"], made[1][2]["layouts"]) == ([{"data": -1}], [None])
-    capsys.readouterr()
-    for wrong, error in (
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
         (["--price", "x"], "--price is the price of a chip-hour"),
-        (["--price", "0"], "a number above 0"),
+        (["--price", "1.20"], "--price is the price of a chip-hour"),
+        (["--price", "v5e=0"], "a number above 0"),
         (["--price", "v6e=2"], 'Add "v5e" to it'),
         (["--price", "v5f=2"], "Did you mean 'v5"),
-        (["--mesh", "data"], "--mesh is a list of axes with their sizes"),
-        (["--topology", "v5e-8,v5e-8"], "slices without repetitions"),
+        (["--topology", "v5e-8,v5e-8"], "one slice or several, each of them once"),
         (["--html", "no/page.html"], "in a folder that exists"),
-    ):
-        assert main([*words, *wrong]) == 2, wrong
-        assert error in capsys.readouterr().err
-
-
-def test_largest_batch(model, made, capsys, tmp_path):
-    words = ["largest-batch", model, *SLICE, "--layout", "fsdp", "--remat", "full"]
-    assert main([*words, "--max-compiles", "3", "--html", "batch.html"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "strategy = 1  # batch_size=64"
-    strategy, _, options = made[0]
-    assert (strategy.options.remat, options["max_compiles"]) == ("full", 3)
-    assert options["calibration"] is None
-    assert main([*words, "--calibration", "v5e.json"]) == 0
-    assert made[-1][2]["calibration"] == "v5e.json"
-    capsys.readouterr()
-    assert "strategy = 1" in (tmp_path / "batch.html").read_text()
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["batch_size"] == 64
-    assert main([*words[:2], "--topology", "v5e-8", "--mesh", "data=3"]) == 2
-    assert "must multiply to the number of devices" in capsys.readouterr().err
+    ],
+)
+def test_wrong_words_of_a_search(words, error, model, capsys):
+    given = ["search", model, "--topology", "v5e-16", "--batch-size", "64"]
+    assert main([*given, *words]) == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -551,8 +552,6 @@ def test_largest_batch(model, made, capsys, tmp_path):
     ("command", "words"),
     [
         ("search", ["--batch-size", "64", "--compilations", "1", "--exact", "0", "--no-cache"]),
-        ("compare", ["--batch-size", "64", "--mesh", "dat=-1"]),
-        ("largest-batch", ["--max-compiles", "1"]),
         ("dry-run", ["--batch-size", "64"]),
     ],
 )
@@ -573,8 +572,7 @@ def test_check(model, capsys, tmp_path, monkeypatch):
     text = capsys.readouterr().out
     assert "left out: products: " in text
     assert "left out: step: " in text
-    assert "left out: step time: " in text
-    assert "left out: links: " in (tmp_path / "check.html").read_text()
+    assert "left out: programs: " in (tmp_path / "check.html").read_text()
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["mesh"]) == (True, {"data": 4, "model": 2})
@@ -585,7 +583,7 @@ def test_check(model, capsys, tmp_path, monkeypatch):
 
     def faulty(strategy, todo, minutes):
         problem = checking.Problem("device 3: is wrong", "It is.", "Leave it out.", (3,))
-        part = checking.CheckPart("products", "right", "float32", (problem,))
+        part = checking.CheckPart("products", "float32", (problem,))
         return checking.Check("cpu", "cpu", (("data", 8),), 1, minutes, 2.0, (part,), ())
 
     monkeypatch.setattr(method, "run_check", faulty)
@@ -617,6 +615,15 @@ def test_an_interrupt_leaves_no_part_of_a_file(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
+def _runs(process_id):
+    """Whether a process runs; one that ended stays listed where nobody waits for orphans."""
+    try:
+        status = pathlib.Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -631,7 +638,11 @@ def test_an_interrupt_leaves_no_process(model, tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
-    assert not any(pathlib.Path(f"/proc/{child}").exists() for child in found)
+    # One that had just begun ends by itself, once it sees that its parent is gone.
+    end = time.monotonic() + 30
+    while running := [child for child in found if _runs(child)]:
+        assert time.monotonic() < end, running
+        time.sleep(0.05)
     assert {path.name for path in tmp_path.iterdir()} <= {"model.py", "__pycache__"}
 
 

@@ -16,7 +16,7 @@ from keras_tpu_dist.tools.dryrun.compile import _USUAL, has_libtpu
 from keras_tpu_dist.tools.shell.commands import COMMANDS
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "shell.md"
-COMPILING = {"search", "compare", "largest-batch", "dry-run", "verify"}
+COMPILING = {"search", "dry-run", "verify"}
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r'^```python title="(.*?)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # The compiler that wrote what stands on the page: another may choose and count otherwise.

@@ -2,18 +2,14 @@
 
 import dataclasses
 
-from dryrun.made import made_comparison, made_run
+from dryrun.made import made_comparison, made_run, tried
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.lint import Finding, LintReport
 from keras_tpu_dist.show.pictures import Piece, TensorPicture
-from keras_tpu_dist.tools.checkup.report import FAST, RIGHT, Check, CheckPart, Problem
-from keras_tpu_dist.tools.dryrun.measured import Beside, Comparison, MeasuredSteps
-from keras_tpu_dist.tools.goodput.report import WORDS, GoodputReport, StartOfRun
+from keras_tpu_dist.tools.checkup.report import Check, CheckPart, Problem
 from keras_tpu_dist.tools.searches.candidates import Candidate
-from keras_tpu_dist.tools.searches.largest_batch import LargestBatch
-from keras_tpu_dist.tools.searches.ranking import Ranking, Tried
-from keras_tpu_dist.tools.searches.slices import SliceRanking
+from keras_tpu_dist.tools.searches.ranking import Ranking
 
 LONG = "a_model_within_a_model/" * 6 + "kernel"
 SOLID = "x" * 150
@@ -25,9 +21,6 @@ def pages():
     yield from runs()
     yield from rankings()
     yield from checks()
-    yield from profiles()
-    yield "goodput of nothing", goodput(0)
-    yield "goodput of many starts", goodput(40)
 
 
 def runs():
@@ -41,11 +34,6 @@ def runs():
     too_large = {"fits": False, "error": SENTENCE, "sized_on": "v5e:16x16", "estimate": None}
     yield "dry run that does not fit", made_run(**too_large, total_bytes=900 * 2**30)
     yield "dry run with long names", long_names(made_run())
-    for case, size, tried in (
-        ("none", 0, ((8, False, 2**44),)),
-        ("one", 1024, ((8, True, 2**20), (1024, True, 2**33), (2048, False, 0))),
-    ):
-        yield f"largest batch, {case}", LargestBatch(size, made_run(), tried, f"strategy = {SOLID}")
 
 
 def long_names(run):
@@ -66,63 +54,31 @@ def long_names(run):
 def rankings():
     found = made_comparison()
     yield "comparison", found
-    yield "comparison of nothing", Ranking("v5e:4x4", ())
-    error = Tried(Candidate((("data", 16),), SOLID), 8, error=SENTENCE + SOLID)
-    yield "comparison of errors", Ranking("v5e:4x4", (error,), model=LONG, calibration=SENTENCE)
-    yield "slices", SliceRanking((found, made_comparison("v6e:4x4")), (("v5e", 1.2), ("v6e", 2.7)))
-    yield "slices of nothing", SliceRanking((Ranking("v5e:4x4", ()),))
+    yield "comparison of nothing", Ranking(("v5e:4x4",), ())
+    error = tried(Candidate((("data", 16),), SOLID), rows=8, error=SENTENCE + SOLID)
+    yield "comparison of errors", Ranking(("v5e:4x4",), (error,), model=LONG)
+    both = (*found.compiled, *made_comparison("v6e:4x4").compiled)
+    slices = ("v5e:4x4", "v6e:4x4")
+    yield "slices", Ranking(slices, both)
+    prices = tuple(dataclasses.replace(one, price=1.2) for one in both)
+    yield "slices by price", Ranking(slices, prices)
+    yield "slices of nothing", Ranking(slices, ())
 
 
 def checks():
-    right = [CheckPart(name, RIGHT, SENTENCE[:90]) for name in ("products", "collectives")]
+    right = tuple(CheckPart(name, SENTENCE[:90]) for name in ("products", "collectives"))
     versions = (("keras_tpu_dist", "0.2.0"), ("jax", "0.10.1"))
     for devices in (1, 256):
-        rates = {str(n): 1e12 + n for n in range(devices)}
-        figures = [
-            CheckPart("matrix units", FAST, SENTENCE[:60], figures={"float32": rates}),
-            CheckPart("memory", FAST, SENTENCE, figures={"memory": rates}),
-        ]
-        parts = (*right, *figures)
         mesh = (("data", devices),)
-        yield f"check of {devices}", Check("TPU v5", "tpu", mesh, 1, 3, 60, parts, versions)
+        yield f"check of {devices}", Check("TPU v5", "tpu", mesh, 1, 3, 60, right, versions)
     problems = tuple(Problem(SENTENCE + SOLID, SENTENCE, SENTENCE, (n,)) for n in range(6))
     parts = (
-        CheckPart("products", RIGHT, SENTENCE, problems),
-        CheckPart("links", FAST, left_out=LONG),
+        CheckPart("products", SENTENCE, problems),
+        CheckPart("programs", left_out=LONG),
     )
     mesh = (("data", 4), ("model", 2))
     yield "check with problems", Check("cpu", "cpu", mesh, 8, 3, 600, parts, versions)
     yield "check of nothing", Check("cpu", "cpu", mesh, 1, 3, 0.1, (), ())
-
-
-def profiles():
-    times = ((LONG, 0.2), (SOLID, 0.1), ("dense", 1e-7))
-    measured = MeasuredSteps(
-        ((10, 13), (20, 23)), "tpu", "TPU v5 lite", 256, 1.5, 1.2, times, times
-    )
-    alone = MeasuredSteps(((1, 1),), "cpu", "cpu", 1, 0.0, 0.0, (), ())
-    yield "profile", measured
-    yield "profile of nothing", alone
-    beside = (
-        Beside(LONG, 0.2, (1e-6, 2e-6)),
-        Beside(SOLID, 0.0, (0.0, 0.0)),
-        Beside("dense", 1e-7, (0.1, 0.3)),
-    )
-    yield (
-        "profile beside a dry run",
-        Comparison(measured, "v5e:16x16", "quick", (1e-5, 1e-4), beside, beside, SENTENCE),
-    )
-    untimed = (Beside("dense", 0.1, None, 0.4),)
-    yield "profile beside no times", Comparison(alone, "CPU", "quick", None, untimed, ())
-
-
-def goodput(starts):
-    seconds = dict.fromkeys(WORDS, 0.0) | (dict.fromkeys(WORDS, 3600.0) if starts else {})
-    listed = tuple(
-        StartOfRun(1.7e9 + n, 3600.0 * n, None if n % 2 else 256, n * 10**7 or None, "failed")
-        for n in range(starts)
-    )
-    return GoodputReport(f"/runs/{LONG}.jsonl", sum(seconds.values()), seconds, listed, starts)
 
 
 def fragments():

@@ -1,12 +1,10 @@
 import pytest
 
 from keras_tpu_dist.show.folding import (
-    MOST_LINES,
     Repeated,
     families,
     folded,
     kind_of,
-    merged,
     pattern_of,
     short_rows,
     unnumbered,
@@ -101,8 +99,8 @@ def test_numbers_within_names_are_names():
     assert unnumbered("conv2d/kernel") != unnumbered("conv/kernel")
 
 
-def shortened(paths, alike=lambda path: ("", "")):
-    return short_rows(paths, str, alike, alike, lambda rows, name, within: (name, str(len(rows))))
+def shortened(paths, key=lambda path: ""):
+    return short_rows(paths, str, key, lambda rows, name, within: (name, str(len(rows))))
 
 
 def test_neighbours_of_one_layer_share_a_line():
@@ -111,33 +109,19 @@ def test_neighbours_of_one_layer_share_a_line():
         ("out/kernel", "1"),
         ("out_1/kernel", "1"),
     ]
-    differ = shortened(["norm/gamma", "norm/beta"], lambda path: (path, ""))
+    differ = shortened(["norm/gamma", "norm/beta"], lambda path: path)
     assert [name for name, _ in differ] == ["norm/gamma", "norm/beta"]
 
 
-def test_what_is_too_long_goes_by_kinds_of_layers():
-    """Equal only to every seventh, so that no block repeats."""
+def test_blocks_that_differ_are_all_shown():
     paths = [f"stage{n}{x}_{part}/kernel" for n in range(40) for x in "ab" for part in ("in", "up")]
-    rows = short_rows(
-        paths,
-        str,
-        lambda path: paths.index(path),
-        lambda path: (path.endswith("up/kernel"), f"row {paths.index(path)}"),
-        lambda those, name, within: (name, str(len(those))),
-    )
-    assert rows == [("stage*_in/kernel", "80"), ("stage*_up/kernel", "80")]
-
-
-def test_many_kinds_go_by_the_last_name():
-    paths = [f"layer_{chr(97 + n % 26)}{chr(97 + n // 26)}x/{w}" for n in range(60) for w in "uv"]
-    assert len(shortened(paths)) == 2 <= MOST_LINES
-    assert shortened(paths) == [("*/u", "60"), ("*/v", "60")]
+    assert [name for name, _ in shortened(paths, paths.index)] == paths
 
 
 def test_what_is_alike_from_anywhere():
     paths = ["conv/kernel", "conv_1/kernel", "dense/kernel", "conv_2/kernel"]
-    kinds = families(paths, str, lambda path: ("", f"feeds '{path}'"), kind_of)
-    assert [(each.pattern, len(each.rows)) for each in kinds] == [
+    groups = families(paths, str, lambda path: "", kind_of)
+    assert [(pattern, len(rows)) for pattern, rows in groups] == [
         ("conv*/kernel", 3),
         ("dense/kernel", 1),
     ]
@@ -158,10 +142,3 @@ def test_what_is_alike_from_anywhere():
 )
 def test_paths_that_differ_in_parts_share_a_pattern(paths, pattern):
     assert pattern_of(paths) == pattern
-
-
-def test_sentences_as_one():
-    assert merged(["the same"] * 2) == "the same"
-    assert merged(["8 rows", "64 rows", "9 rows"]) == "8 to 64 rows"
-    assert merged(["feeds 'up'", "feeds 'down'"]) == "feeds '...'"
-    assert merged(["feeds 'up'", "stays"]) == "feeds 'up', and the like"

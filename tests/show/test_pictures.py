@@ -229,7 +229,12 @@ def test_svg(tmp_path):
         picture.save(tmp_path / "p.svg")
         assert (tmp_path / "p.svg").read_text() == picture.svg()
         assert "<" in picture._repr_html_()
-    with pytest.raises(ValueError, match=r"written as an \.svg file.*path='.*p\.png'"):
+        picture.save(tmp_path / "p.html")
+        page = (tmp_path / "p.html").read_text()
+        assert page == picture.to_html()
+        assert page.startswith("<!doctype html>")
+        assert all(block in page for block in picture._blocks())
+    with pytest.raises(ValueError, match=r"written as an \.svg or \.html file.*path='.*p\.png'"):
         picture.save(str(tmp_path / "p.png"))
 
 

@@ -9,9 +9,9 @@ from helpers import assert_close, built, compiled
 from keras import ops
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.programs.answers import words_of
 from keras_tpu_dist.programs.tables import exchange
 from keras_tpu_dist.programs.tables import step as tables_step
-from keras_tpu_dist.programs.tables.step import uses
 
 L = keras.layers
 ROWS, WIDTH, IDS, STEPS, BATCH = 64, 8, 3, 3, 13
@@ -97,7 +97,7 @@ def compared(build, layout, x, y, tables="rows", tolerance=1e-5, **options):
     model, mesh = trained(build, strategy_of(layout, tables, **options), x, y)
     for part in one:
         assert_close(one[part], mesh[part], tolerance)
-    return model, uses.of(model) or {}
+    return model, words_of(model, "tables")
 
 
 # optimizer, layout, ids, steps in a launch, bound
@@ -133,7 +133,7 @@ def test_prediction_and_evaluation_look_rows_up(layout, monkeypatch):
             ]
         )
     assert_close(*results)
-    assert uses.of(model) == {"table/embeddings": tables_step.LOOKED_UP}
+    assert words_of(model, "tables") == {"table/embeddings": tables_step.LOOKED_UP}
 
 
 def narrow(count, parts):
@@ -218,7 +218,7 @@ def test_several_tables_and_several_lookups(layout, monkeypatch):
     model, other = trained(build, strategy, [x, x[:, 0]], y)
     for part in one:
         assert_close(one[part], other[part])
-    assert uses.of(model) == dict.fromkeys(
+    assert words_of(model, "tables") == dict.fromkeys(
         ("table/embeddings", "users/embeddings"), tables_step.BY_ROWS
     )
 
@@ -251,7 +251,7 @@ def test_a_tied_table_updates_every_row(caplog):
 
 
 class Looked(L.Layer):
-    """A table of a user's own layer, which mixed precision rounds before the lookup."""
+    """A table of a user's own layer."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(ROWS, WIDTH), name="embeddings")
@@ -260,11 +260,13 @@ class Looked(L.Layer):
         return ops.take(self.table, ids, axis=0)
 
 
-@pytest.mark.parametrize("mode", ["stock", "own", "remat"])
-def test_layers_of_others(mode):
+@pytest.mark.parametrize("mode", ["stock", "reversible", "own", "remat"])
+def test_layers_with_tables(mode):
+    kinds = {"reversible": L.ReversibleEmbedding, "own": None}
+
     def build():
         ids = keras.Input((IDS,), dtype="int32")
-        kind = {"stock": L.Embedding, "remat": L.Embedding}.get(mode)
+        kind = kinds.get(mode, L.Embedding)
         x = (kind(ROWS, WIDTH, name="table") if kind else Looked(name="table"))(ids)
         model = keras.Model(ids, L.Dense(1)(L.Flatten()(x)))
         model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -272,6 +274,9 @@ def test_layers_of_others(mode):
 
     remat = {"remat": {"table": "full"}} if mode == "remat" else {}
     _, found = compared(build, "data8", *data(), **remat)
+    if mode == "own":
+        assert found == {}
+        return
     (words,) = found.values()
     if mode == "remat":
         assert "its gradient is not only that of looked-up rows" in words
@@ -286,7 +291,7 @@ def test_low_precision_gives_what_every_row_gives(dtype):
     for tables in (None, "rows"):
         model, result = trained(ranking(dtype=dtype), strategy_of("data8", tables), x, y)
         results.append(result)
-    assert uses.of(model) == {"table/embeddings": tables_step.BY_ROWS}
+    assert words_of(model, "tables") == {"table/embeddings": tables_step.BY_ROWS}
     assert_close(*[result["weights"] for result in results])
     assert_close(*[result["slots"] for result in results])
 
@@ -313,7 +318,9 @@ def test_a_train_step_of_ones_own():
         return compiled(model, keras.optimizers.Adagrad(0.1), "mse")
 
     _, found = compared(build, "data8", *data())
-    assert found == {"table/embeddings": tables_step.BY_ROWS}
+    assert "train_step of its own" in found["table/embeddings"]
+    _, found = compared(build, "data8", *data(), tables="lazy")
+    assert found == {"table/embeddings": tables_step.LAZY}
 
 
 def test_lazy_changes_used_rows_alone():
@@ -325,7 +332,7 @@ def test_lazy_changes_used_rows_alone():
     _, one = trained(build, None, x, y)
     # All ids come in every step: lazily or not, these rows get the same.
     model, lazy = trained(build, strategy_of("data8", "lazy"), x, y)
-    assert uses.of(model) == {"table/embeddings": tables_step.LAZY}
+    assert words_of(model, "tables") == {"table/embeddings": tables_step.LAZY}
     for part in one:
         assert_close(one[part], lazy[part])
     before = model.get_layer("table").get_weights()[0]
@@ -341,10 +348,10 @@ def test_lazy_changes_used_rows_alone():
 def test_tables_are_chosen_by_size_and_ids(monkeypatch):
     x, y = data()
     plain, _ = trained(ranking(), strategy_of("data8", "auto"), x, y)
-    assert not uses.of(plain)
+    assert not words_of(plain, "tables")
     monkeypatch.setattr(tables_step, "LEAST_BYTES", 1)
     few, _ = trained(ranking(), strategy_of("data8", "auto"), x, y)
-    assert uses.of(few)["table/embeddings"] == (
+    assert words_of(few, "tables")["table/embeddings"] == (
         f"every row is updated: {BATCH * IDS} ids a step for {ROWS} rows"
     )
     monkeypatch.setattr(tables_step, "_MOST_IDS", 1)
@@ -369,4 +376,4 @@ def test_rows_that_do_not_divide_lie_by_width():
     assert planner.explain(model, "table/embeddings").axes == (None, "data")
     for part in one:
         assert_close(one[part], other[part])
-    assert uses.of(model) == {"table/embeddings": tables_step.BY_ROWS}
+    assert words_of(model, "tables") == {"table/embeddings": tables_step.BY_ROWS}

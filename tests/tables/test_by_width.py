@@ -23,10 +23,11 @@ from test_by_rows import (
 )
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.programs.answers import words_of
 from keras_tpu_dist.programs.tables import step as tables_step
 from keras_tpu_dist.programs.tables import width
 from keras_tpu_dist.programs.tables.exchange import TableSplit
-from keras_tpu_dist.programs.tables.step import BY_WIDTH, uses
+from keras_tpu_dist.programs.tables.step import BY_WIDTH
 
 L = keras.layers
 BY_BATCH = {
@@ -90,7 +91,7 @@ def test_prediction_and_evaluation(layout):
         predicted = model.predict(x, batch_size=BATCH, verbose=0)
         results.append([predicted, model.evaluate(x, y, batch_size=BATCH, verbose=0)])
     assert_close(*results)
-    assert uses.of(model) == {"table/embeddings": BY_WIDTH}
+    assert words_of(model, "tables") == {"table/embeddings": BY_WIDTH}
 
 
 def twice():
@@ -180,7 +181,7 @@ def test_a_frequent_row_of_bfloat16_goes_on_growing():
     before = model.get_layer("table").get_weights()[0]
     model.fit(x, y, batch_size=batch, verbose=0)
     moved = before[5] - model.get_layer("table").get_weights()[0][5]
-    assert uses.of(model) == {"table/embeddings": BY_WIDTH}
+    assert words_of(model, "tables") == {"table/embeddings": BY_WIDTH}
     # 4,096 uses of the row, each with a gradient of 1 / 4,096.
     np.testing.assert_allclose(moved, 64.0, rtol=0.01)
 
@@ -197,7 +198,7 @@ def test_what_cannot_be_used_by_its_width_is_said(monkeypatch):
     x, y = data()
     monkeypatch.setattr(width, "_EXCHANGE_FACTOR", 1e9)
     plain, _ = trained(ranking(DENSE["adam"]), strategy_of("data8", "auto"), x, y)
-    assert uses.of(plain)["table/embeddings"].startswith("every row is updated")
+    assert words_of(plain, "tables")["table/embeddings"].startswith("every row is updated")
 
 
 # Slice, rows and width of a table, ids of a step, whether it is taken by its width: those of

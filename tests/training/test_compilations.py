@@ -13,7 +13,7 @@ from helpers import assert_close, sequential
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
-from benchmarks.compilations import Notebook, counted
+from benchmarks.compilations import Notebook, counted, dropped, normalized
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.programs.equal import EXECUTABLES
 from keras_tpu_dist.programs.partitioner import Jitted
@@ -24,11 +24,15 @@ OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "
 OPTIMIZERS += ["Lion", "Adafactor", "Lamb", "Muon"]
 
 
-def dropped():
+def thinned():
     return [keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.2, seed=3)]
 
 
-def built(strategy, hidden=dropped, optimizer="adam", **options):
+def centred():
+    return [keras.layers.Lambda(lambda x: x - keras.ops.median(x, axis=0))]
+
+
+def built(strategy, hidden=thinned, optimizer="adam", **options):
     options = {"metrics": ["mae"]} | options
     with strategy.scope():
         keras.utils.set_random_seed(1)
@@ -316,13 +320,69 @@ def test_bfloat16_rounds_as_before(monkeypatch):
     assert_close(found, of_many_sizes(by_row(ktd.TPUStrategy())), 2e-2)
 
 
-def test_numbers_that_are_drawn_by_row_are_as_before():
-    """Of a dropout, the program of more rows draws others."""
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 8}, pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow)],
+)
+def test_numbers_that_are_drawn_by_row_are_those_of_fewer_rows(mesh, monkeypatch):
     with counted() as counts:
-        of_many_sizes(built(ktd.TPUStrategy()))
+        found = of_many_sizes(built(ktd.TPUStrategy(mesh)))
+    assert counts == {"train_step": 5, "test_step": 2, "predict_step": 1}
+    EXECUTABLES.clear()
+    monkeypatch.setattr(BatchPlacer, "pads_rows", False)
+    with counted() as counts:
+        assert_close(found, of_many_sizes(built(ktd.TPUStrategy(mesh))), 2e-6)
     # 8, 5, 1 and 7 rows with weights; 5 and 6 without.
     assert counts["train_step"] == 6
-    assert counts["predict_step"] == 1
+
+
+def test_draws_of_rows_that_are_not_the_first_dimension_share_nothing():
+    def transposed():
+        draw = keras.random.SeedGenerator(1)
+
+        def noisy(x):
+            drawn = keras.random.normal((keras.ops.shape(x)[1], keras.ops.shape(x)[0]), seed=draw)
+            return x + keras.ops.transpose(drawn)
+
+        return [keras.layers.Lambda(noisy)]
+
+    model = built(ktd.TPUStrategy(), transposed)
+    with counted() as counts:
+        model.fit(X[:21], Y[:21], batch_size=8, verbose=0, shuffle=False)
+    assert counts == {"train_step": 2}
+
+
+@pytest.mark.parametrize("hidden", [thinned, lambda: []])
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "call", "most"),
+    [
+        ({"data": 8}, range(17, 25), "fit", 3),
+        ({"data": 8}, range(17, 25), "predict", 3),
+        # 16 rows are their own program, and 17 are padded to 32.
+        ({"data": 4, "model": 2}, range(10, 18), "fit", 5),
+        ({"data": 4, "model": 2}, range(10, 18), "predict", 4),
+    ],
+)
+def test_sizes_that_grow(mesh, sizes, call, most, hidden, monkeypatch):
+    """From the third number of rows on, they are padded."""
+
+    def found():
+        model = built(ktd.TPUStrategy(mesh), hidden)
+        batches = ((X[:n], Y[:n]) if call == "fit" else (X[:n],) for n in sizes)
+        options = {"steps_per_epoch": len(sizes), "shuffle": False} if call == "fit" else {}
+        options = options or {"steps": len(sizes)}
+        given = getattr(model, call)(batches, verbose=0, **options)
+        values = given if call == "predict" else given.history["loss"]
+        return np.concatenate([np.ravel(v) for v in (values, *model.get_weights())])
+
+    with counted() as counts:
+        padded = found()
+    assert counts.total() == most
+    EXECUTABLES.clear()
+    monkeypatch.setattr(BatchPlacer, "pads_rows", False)
+    with counted() as counts:
+        assert_close(padded, found(), 2e-6)
+    assert counts.total() == len(sizes)
 
 
 def test_smaller_batches_do_not_run_in_the_program_of_larger_ones():
@@ -346,26 +406,27 @@ def test_predictions_of_each_size():
 
 
 def test_a_warning_after_many_compilations(caplog):
-    model = built(ktd.TPUStrategy())
+    model = built(ktd.TPUStrategy(), centred)
     for rows in range(5, 15):
         model.train_on_batch(X[:rows], Y[:rows])
     (text,) = [r.getMessage() for r in caplog.records if "is compiled for" in r.getMessage()]
     assert "the train step of model 'sequential' is compiled for 8 batches: 5 rows, 6 rows" in text
-    assert "They share no program: random_bits of" in text
+    assert "They share no program: sort of" in text
     assert "Give batches of equal shapes: drop_remainder=True in tf.data" in text
 
 
 @pytest.mark.slow
-def test_a_notebook(monkeypatch):
+@pytest.mark.parametrize("hidden", [normalized, dropped])
+def test_a_notebook(hidden, monkeypatch):
     """Of 45 programs 13 are left."""
-    notebook = Notebook()
+    notebook = Notebook(hidden)
     counts = [counts.total() for _, counts in notebook.run()]
     assert len(counts) == 23
     assert sum(counts) == 13
     keras.utils.clear_session()
     monkeypatch.setattr(BatchPlacer, "pads_rows", False)
     monkeypatch.setattr(EXECUTABLES, "find", lambda key: None)
-    before = Notebook()
+    before = Notebook(hidden)
     assert sum(counts.total() for _, counts in before.run()) == 45
     for cell, values in before.results.items():
         assert_close(notebook.results[cell], values, 1e-5)

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
+from keras_tpu_dist._keras import active
 from keras_tpu_dist.common import once
-from keras_tpu_dist.training import membership
+from keras_tpu_dist.training import adoption, membership
 
 X, Y = data()
 
@@ -163,6 +164,18 @@ def test_clear_session_does_not_turn_distribution_off(expected, door, first, cap
         "its scope() or set_distribution() says. To turn it off, leave the scope, or call "
         "keras.distribution.set_distribution(None)"
     )
+
+
+def test_keras_may_turn_distribution_off_itself_when_it_clears(expected):
+    """As in Keras 3.16, where `clear_session` calls `set_distribution(None)`."""
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        active._clear_session(lambda: keras.distribution.set_distribution(None))
+        keras.utils.set_random_seed(1)
+        model = mlp()
+        assert_close(_run(model), expected)
+        assert keras.distribution.distribution() is strategy
+    assert _on_mesh(model, strategy)
 
 
 def test_clear_session_outside_of_a_scope(expected):
@@ -367,7 +380,7 @@ def test_many_equal_arrays_are_moved_by_one_program(monkeypatch):
             x = keras.layers.Dense(4)(x)
         return keras.Model(inputs, x)
 
-    monkeypatch.setattr("keras_tpu_dist._keras.trainer._FEWEST_FOR_A_PROGRAM", 64)
+    monkeypatch.setattr("keras_tpu_dist._keras.moving._FEWEST_FOR_A_PROGRAM", 64)
     strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
     with strategy.scope():
         model = build()
@@ -378,7 +391,7 @@ def test_many_equal_arrays_are_moved_by_one_program(monkeypatch):
         values = [rng.normal(size=v.shape).astype(v.dtype) for v in variables]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        membership.adopt(model, strategy)
+        adoption.adopt(model, strategy)
     kernels = [v for v in variables if len(v.shape) == 2]
     assert len(kernels) == 3 * 24
     assert not any(v.value.is_fully_replicated for v in kernels)

@@ -43,5 +43,5 @@ ktd.RunOptions(dynamic=True)  # pyright: ignore[reportCallIssue]
 
 with ktd.show_progress():
     assert_type(run.to_html(), str | None)
-    ranked = ktd.compare(build, topology="v5e:2x4", meshes=[{"data": 8}], batch_size=8)
+    ranked = ktd.search(build, ["v5e:2x4"], 8, among=[{"mesh": {"data": 8}}])
     assert_type(ranked.to_html("comparison.html"), str | None)

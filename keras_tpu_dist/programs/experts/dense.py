@@ -62,7 +62,11 @@ class ChosenSum:
         return [*(value for value, _ in leaves), self.indices]
 
     def replaced(self, where: Where) -> Instead:
-        """The replacement that computes only the chosen experts."""
+        """The replacement that computes only the chosen experts.
+
+        Args:
+            where: Which mesh axes split tokens and experts.
+        """
         rows, sizes = self.rows, self.indices.shape[:-1]
         dtype = self.operation.results[0].aval.dtype
 
@@ -90,7 +94,11 @@ class ChosenSum:
 
 
 def chosen_sums(graph: Graph) -> list[ChosenSum]:
-    """The sums over experts of a program in which only the chosen ones count."""
+    """The sums over experts of a program in which only the chosen ones count.
+
+    Args:
+        graph: The program.
+    """
     found = []
     for operation in graph.operations:
         for value, axis in _summed(operation):
@@ -108,6 +116,8 @@ def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | No
     """Runs a program, computing only the chosen experts.
 
     Args:
+        jaxpr: The program, a `ClosedJaxpr`.
+        inputs: Its inputs.
         where_of: A function from the number of experts to the `Where` of their kernels.
 
     Returns:

@@ -32,7 +32,11 @@ class Where:
     experts: tuple[str, ...] = ()
 
     def size(self, axes: Sequence[str]) -> int:
-        """The number of shards over some axes."""
+        """The number of shards over some axes.
+
+        Args:
+            axes: Names of mesh axes.
+        """
         return 1 if self.mesh is None else axis_size(self.mesh, tuple(axes))
 
 
@@ -55,13 +59,23 @@ class Group:
     real: Any
 
     def product(self, rows: Any, kernels: Any, **options: Any) -> Any:
-        """Multiplies each row by the kernel of its expert."""
+        """Multiplies each row by the kernel of its expert.
+
+        Args:
+            rows: `(rows, features)`.
+            kernels: `(experts, features, units)`.
+            options: Options of `jax.lax.ragged_dot`.
+        """
         # On TPU, rows of other devices and their gradients contain arbitrary numbers or NaN.
         # Neither the sums of tokens nor the gradients of kernels read them.
         return lax.ragged_dot(rows, kernels, self.sizes, **options)
 
     def of_experts(self, values: Any) -> Any:
-        """The value of each row's expert."""
+        """The value of each row's expert.
+
+        Args:
+            values: `(experts, ...)`.
+        """
         if not jnp.issubdtype(values.dtype, jnp.inexact):
             return jnp.take(values, self.expert, axis=0, mode="clip")
         # The gradient is a product too, which is faster than adding many rows to few experts.
@@ -94,8 +108,11 @@ def routed(
         compute: A function from a `Group` to `(rows, ...)`.
         tokens: Values of tokens, `(tokens, ...)`.
         experts: Values of experts, `(experts, ...)`.
+        whole: Other values that rows read.
         indices: `(tokens, chosen)`, different experts for every token.
         count: The number of experts, divisible by the axes that split experts.
+        where: The mesh axes that split tokens and experts.
+        dtype: The dtype of the sum and of the result.
 
     Returns:
         `(tokens, ...)`.
@@ -104,7 +121,7 @@ def routed(
         return _on_device(compute, tokens, experts, whole, indices, count, 0, dtype)
     rows = indices.shape[0]
     short = -rows % where.size(where.tokens)
-    *tokens, indices = (padded_at_the_end(token, {0: short}) for token in (*tokens, indices))
+    *tokens, indices = (padded_at_the_end(array, {0: short}) for array in (*tokens, indices))
     by_token = PartitionSpec(where.tokens or None)
     by_expert = PartitionSpec(where.experts or None)
     specs = ([by_token] * len(tokens), [by_expert] * len(experts), [PartitionSpec()] * len(whole))
@@ -171,7 +188,7 @@ def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
         place = jnp.where(place < total, place, most)
     order = order[:most]
     group = Group(
-        tokens=[_spread(kind, token, order, place) for token in tokens],
+        tokens=[_spread(kind, array, order, place) for array in tokens],
         experts=experts,
         whole=whole,
         sizes=sizes,

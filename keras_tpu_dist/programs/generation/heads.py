@@ -39,6 +39,9 @@ def with_grouped_heads(jaxpr: Any) -> Any:
 
     `keras.ops.repeat(key, groups, axis=2)` before attention copies the keys for each head of the
     queries. For one position, the copy takes longer than the product.
+
+    Args:
+        jaxpr: The program.
     """
     makers = {v: equation for equation in opened(jaxpr).eqns for v in equation.outvars}
     equations: list[Any] = []

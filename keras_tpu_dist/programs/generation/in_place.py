@@ -6,13 +6,21 @@ the cache itself, and attention reads a slice of it. So the loop needs no second
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.extend import core
 
+from keras_tpu_dist.programs.answers import (
+    Answer,
+    Level,
+    PassContext,
+    Rewritten,
+    Why,
+    WrittenProgram,
+)
 from keras_tpu_dist.programs.generation.heads import with_grouped_heads
 from keras_tpu_dist.programs.generation.invariant import weights_before
 from keras_tpu_dist.programs.jaxprs import inserted, opened, with_equations, with_inner_jaxprs
@@ -65,20 +73,46 @@ class _Plan:
     stacks: set[Any] = field(default_factory=set)
 
 
-def caches_in_place(function: Callable) -> Callable:
-    """Rewrites the loops of a function so that they write caches in place; results are the same."""
+IN_PLACE = "caches are written in place, a position at a time"
+AS_WRITTEN = "caches are stacked for every token: no loop stacks what it took out of them"
 
-    def with_caches(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
 
-        def flat(*leaves):
-            return function(*jax.tree.unflatten(structure, leaves))
+class CachesInPlace:
+    """The pass that writes the caches of `generate` in place."""
 
-        traced = jax.jit(flat).trace(*leaves)
-        results = core.jaxpr_as_fun(_with_loops_in_place(traced.jaxpr))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+    name = "generation"
+    level = Level.LAUNCH
 
-    return with_caches
+    def rewritten(self, program: WrittenProgram, where: PassContext) -> Rewritten | Why:
+        """The loop over tokens with its caches in place."""
+        if where.kind != "generate":
+            return Why()
+        results, done = in_place(program.function, program.args)
+        words = IN_PLACE if done else AS_WRITTEN
+        return Rewritten(results, [Answer(where.model.name, words, done)])
+
+    def waits(self, model: Any, strategy: Any) -> list[Answer]:
+        """Nothing: most models never generate."""
+        return []
+
+
+def in_place(function: Callable, args: Sequence[Any]) -> tuple[Any, bool]:
+    """The results of a function whose loops write caches in place, and whether any does.
+
+    Args:
+        function: A function of arrays, in any structure.
+        args: Its arguments.
+    """
+    leaves, structure = jax.tree.flatten(args)
+
+    def flat(*leaves):
+        return function(*jax.tree.unflatten(structure, leaves))
+
+    traced = jax.jit(flat).trace(*leaves)
+    program = _with_loops_in_place(traced.jaxpr)
+    results = core.jaxpr_as_fun(program)(*leaves)
+    structure_of_results = jax.tree.structure(traced.out_info)
+    return jax.tree.unflatten(structure_of_results, results), program is not traced.jaxpr
 
 
 def _with_loops_in_place(jaxpr: Any) -> Any:

@@ -27,6 +27,9 @@ def weights_before(loop: Any) -> list:
     No large array is moved that is larger than its operands, because it takes memory until the loop
     ends.
 
+    Args:
+        loop: The equation of a `while`.
+
     Returns:
         The equations that replace it; the last one is the loop.
     """

@@ -212,7 +212,10 @@ class _Pass:
         head, split = self.head, self.split
         ways = split.ways(split.rows)
         short = -head.rows % ways
-        padded = [self._padded(atom, array, short) for atom, array in zip(self.inputs, arrays)]
+        padded = [
+            self._padded(atom, array, short)
+            for atom, array in zip(self.inputs, arrays, strict=True)
+        ]
         # The number of each word.
         numbers = jnp.arange(head.words, dtype="int32")
         specs = [self._spec(atom) for atom in self.inputs]

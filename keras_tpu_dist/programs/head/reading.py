@@ -158,7 +158,9 @@ def read(graph: Graph, head: Head, most_passes: int) -> None:
     """Reads how a step uses the logits of a head.
 
     Args:
+        graph: The step.
         head: One of `heads_of`, which gets its operations and passes.
+        most_passes: How often the logits may be computed.
 
     Raises:
         StaysWhole: If it cannot be computed in pieces.

@@ -2,21 +2,27 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
-from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.programs.answers import (
+    Answer,
+    Level,
+    PassContext,
+    Rewritten,
+    Why,
+    WrittenProgram,
+    words_of,
+)
 from keras_tpu_dist.programs.dimensions import ELEMENTWISE
 from keras_tpu_dist.programs.graph import Equation, Graph, Instead, traced_step
 from keras_tpu_dist.programs.head.pieces import HeadSplit, InPieces, pieces_of
 from keras_tpu_dist.programs.head.reading import Head, StaysWhole, heads_of, read
-from keras_tpu_dist.programs.partitioner import in_compiled_code
 
 # Smaller vocabularies are computed as a whole.
 LEAST_WORDS = 4096
@@ -34,39 +40,47 @@ IN_PIECES = "head in pieces: logits of {} of {} words at a time, computed {} tim
 WHOLE = "head as a whole"
 _ASK = 'head="pieces"'
 SMALL = f"{WHOLE}: its logits are no larger than a piece"
-# On a model: how its last step computed each head, and why.
-uses = _keras.Mark("_keras_tpu_dist_head")
+_WAITS = {
+    "whole": f'{WHOLE}: head="whole"',
+    "pieces": "in pieces, if a layer computes logits of a vocabulary: the first step decides",
+    "auto": f"{WHOLE}, if the logits fit into the memory that is left: a step decides",
+}
 
 
-def step_in_pieces(
-    model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str], hbm_bytes: int
-) -> Callable:
-    """A step that computes logits and their loss in pieces, if the strategy's `head=` asks for it.
+class HeadInPieces:
+    """The pass that computes logits and their loss in pieces, if `head=` asks for it."""
 
-    Args:
-        step: A function from state and data to outputs and the new state.
-    """
+    name = "head"
+    level = Level.STEP
 
-    def in_pieces(state: Any, data: Any) -> Any:
-        strategy = _keras.active_strategy()
+    def rewritten(self, program: WrittenProgram, where: PassContext) -> Rewritten | Why:
+        """The step with its heads in pieces, or why it computes them as a whole."""
+        strategy, model, kind = _keras.active_strategy(), where.model, where.kind
         option = "whole" if strategy is None else strategy.options.head
-        if option == "whole" or kind == "predict" or not in_compiled_code():
-            return step(state, data)
+        if option == "whole" or kind == "predict":
+            return Why()
         least_bytes = None
         if option == "auto":
-            least_bytes = max(MOST_OF_ROOM * (hbm_bytes - _state_bytes(model, kind)), 0)
+            least_bytes = max(MOST_OF_ROOM * (where.hbm_bytes - _state_bytes(model, kind)), 0)
             words = max((max(v.shape, default=0) for v in model.weights), default=0)
-            ways = axis_size(mesh, tuple(batch) or None)
+            ways = axis_size(where.mesh, where.data_axes or None)
+            _, data = program.args
             if 4 * GRADIENT_TIMES * _labels(data) * words / ways < least_bytes:
-                return step(state, data)
-        return _Step(model, kind, step, mesh, tuple(batch), least_bytes)(state, data)
+                return Why()
+        return _Step(where, least_bytes).rewritten(program)
 
-    return in_pieces
+    def waits(self, model: Any, strategy: Any) -> list[Answer]:
+        """What is known before a step is traced."""
+        return [Answer("", _WAITS[strategy.options.head])]
 
 
 def described(model: Any) -> dict[str, str]:
-    """How the last step of a model computed its heads: from the path of their weights to words."""
-    return dict(uses.of(model) or {})
+    """How the last step of a model computed its heads: from the path of their weights to words.
+
+    Args:
+        model: The model.
+    """
+    return words_of(model, HeadInPieces.name)
 
 
 def can_be_in_pieces(words: str) -> bool:
@@ -97,17 +111,19 @@ def _bytes_per_device(variable: Any) -> int:
 class _Step:
     """A step that is analysed once and computed with its heads in pieces."""
 
-    def __init__(
-        self, model: Any, kind: str, step: Callable, mesh: Mesh, batch: tuple, least: float | None
-    ):
-        self._model, self._kind, self._step = model, kind, step
+    def __init__(self, where: PassContext, least: float | None):
+        self._model, self._kind = where.model, where.kind
         # Smaller heads stay whole; none does if pieces are asked for.
-        self._mesh, self._least_bytes = mesh, least
-        self._batch = tuple(axis for axis in batch if mesh.shape[axis] > 1)
-        self._variables = [v for group in _keras.state_groups(model, kind) for v in group]
+        self._mesh, self._least_bytes = where.mesh, least
+        self._batch = tuple(axis for axis in where.data_axes if where.mesh.shape[axis] > 1)
+        self._variables = [
+            v for group in _keras.state_groups(self._model, self._kind) for v in group
+        ]
+        self._answers: list[Answer] = []
 
-    def __call__(self, state: Any, data: Any) -> Any:
-        graph, inputs, shapes = traced_step(self._step, state, data)
+    def rewritten(self, program: WrittenProgram) -> Rewritten:
+        """Its results."""
+        graph, inputs, shapes = traced_step(program.function, *program.args)
         heads = heads_of(graph, graph.inputs[len(self._variables) :], LEAST_WORDS)
         if not heads and self._least_bytes is None:
             self._note(self._model.name, f"{WHOLE}: no layer computes logits of a vocabulary")
@@ -115,10 +131,10 @@ class _Step:
         for head in heads:
             if head.product not in graph.needed({}):
                 continue  # computed with another one, as the logits that it is compared with
-            graph, own = self._in_pieces(graph, head)
-            instead |= own
+            graph, pieces = self._in_pieces(graph, head)
+            instead |= pieces
         results = graph.evaluate(inputs, instead)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return Rewritten(jax.tree.unflatten(jax.tree.structure(shapes), results), self._answers)
 
     def _in_pieces(self, graph: Graph, head: Head) -> tuple[Graph, dict[Equation, Instead]]:
         """The step with a head in pieces, and what computes them; itself if it cannot be."""
@@ -137,9 +153,7 @@ class _Step:
             return graph, {}
         pieces = pieces_of(head, split)
         if pieces.count == 1:
-            # Another batch, as the last one of an epoch, does not say how the head is computed.
-            if path not in described(self._model):
-                self._note(path, SMALL)
+            self._note(path, SMALL)
             return graph, {}
         width = min(pieces.width * split.ways(split.words), head.words)
         self._note(path, IN_PIECES.format(width, head.words, len(head.passes)))
@@ -193,10 +207,8 @@ class _Step:
         return tuple(free) if even else ()
 
     def _note(self, path: str, words: str) -> None:
-        """Records how a step computes a head; a train step overrides other steps."""
-        known = described(self._model)
-        if self._kind == "train" or path not in known:
-            uses.write(self._model, {**known, path: words})
-        refused = words.startswith(WHOLE) and words != SMALL
-        level = logging.WARNING if refused and self._least_bytes is None else logging.INFO
-        log_once(f"{path} of model {self._model.name!r}: {words}", level)
+        done = not words.startswith(WHOLE)
+        refused = not done and words != SMALL and self._least_bytes is None
+        level = logging.WARNING if refused else logging.INFO
+        # Another batch, as the last one of an epoch, does not say how the head is computed.
+        self._answers.append(Answer(path, words, done, level, first_only=words == SMALL))

@@ -26,7 +26,12 @@ PRIMITIVES = ("shard_map",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a `shard_map` has branches."""
+    """Whether a `shard_map` has branches.
+
+    Args:
+        equation: The `shard_map`.
+        mesh: The mesh, which is not used.
+    """
     return any(inner.primitive.name == "cond" for inner in _equations(equation))
 
 
@@ -34,6 +39,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """A `shard_map` with branches, with whole rows if they would be exchanged.
 
     Every device that takes the branch then computes all rows. `None` if nothing is exchanged.
+
+    Args:
+        equation: The `shard_map`.
+        spread: Which mesh axes may split which dimension of the program's values.
 
     Raises:
         RowsExchanged: If the branch is that of an assigned layer, which can be traced differently.
@@ -62,7 +71,11 @@ class RowsExchanged(Exception):
 
 
 def choosing_axes(jaxpr: Any) -> frozenset[str]:
-    """The axes that choose the branches of a program, empty if it has none."""
+    """The axes that choose the branches of a program, empty if it has none.
+
+    Args:
+        jaxpr: The program.
+    """
     axes: set[str] = set()
 
     def look(equation: Any) -> bool:

@@ -14,7 +14,12 @@ PRIMITIVES = ("conv_general_dilated",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a convolution sums over something that devices could have parts of."""
+    """Whether a convolution sums over something that devices could have parts of.
+
+    Args:
+        equation: The convolution.
+        mesh: The mesh, which is not used.
+    """
     sizes = enumerate(_windows(equation))
     parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)
     return parts or _groups(equation) > 1
@@ -32,6 +37,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     axes of the mesh take part, which it handles correctly; its layout is constrained if XLA could
     use parts of an axis. Otherwise, or if XLA would shift positions, image and window are made
     whole.
+
+    Args:
+        equation: The convolution.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars

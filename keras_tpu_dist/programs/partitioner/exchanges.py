@@ -37,7 +37,11 @@ def rows_are_whole() -> bool:
 
 
 def with_whole_rows(function: Callable) -> Callable:
-    """A function whose branches have whole rows."""
+    """A function whose branches have whole rows.
+
+    Args:
+        function: A function of arrays that is traced.
+    """
 
     @functools.wraps(function)
     def whole(*args):
@@ -70,6 +74,11 @@ def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[
     A collective is correct there if all its devices take the same branch, that is, devices at the
     same position on the axes that choose the branch. A permute waits for all devices, whatever it
     sends.
+
+    Args:
+        text: The compiled program.
+        sizes: The mesh axes and their sizes.
+        taken: The axes that choose the branch.
     """
     places = _places(sizes, taken)
     bodies = _computations(text)

@@ -8,7 +8,8 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.phases import BUILD, phase
+from keras_tpu_dist.common.phases import OTHER, phase
+from keras_tpu_dist.programs.answers import Answer
 from keras_tpu_dist.programs.equal import EXECUTABLES, Equal, key_of
 from keras_tpu_dist.programs.jaxprs import (
     constants_of,
@@ -21,6 +22,11 @@ from keras_tpu_dist.programs.jaxprs import (
 from keras_tpu_dist.programs.partitioner import exchanges
 from keras_tpu_dist.programs.partitioner.places import in_compiled_code
 from keras_tpu_dist.programs.partitioner.spread import Axes, spec_axes
+from keras_tpu_dist.programs.types import types_of
+
+
+class OtherTypes(Exception):
+    """A program was called with arrays of other dtypes than it was rewritten for."""
 
 
 class Jitted:
@@ -31,6 +37,8 @@ class Jitted:
     program is that of `jax.jit`.
 
     Args:
+        function: A function of arrays.
+        mesh: The mesh.
         layouts: A function of the arguments that returns a `NamedSharding` or `None` for every
             argument, or a structure of them that is a prefix of it.
         outputs: The same for every entry of the tuple that the function returns, if its results
@@ -38,6 +46,7 @@ class Jitted:
         kind_of: A function of the arguments that returns the key of their program; by default all
             shapes and dtypes. If the shapes of some arguments never change, a cheaper key makes
             every call faster.
+        keep: Keeps what was repaired: the answers of the pass "faults".
         **options: The options of `jax.jit`.
     """
 
@@ -48,6 +57,7 @@ class Jitted:
         layouts: Callable[..., Sequence[Any]],
         outputs: Sequence[Any] = (),
         kind_of: Callable[..., Hashable] | None = None,
+        keep: Callable[[list[Answer]], None] | None = None,
         **options: Any,
     ):
         self._function = function
@@ -57,6 +67,7 @@ class Jitted:
         self._layouts = layouts
         self._outputs = outputs
         self._kind_of = kind_of or shapes_of
+        self._keep = keep
         self._options = options
         self._programs: dict[Hashable, Callable] = {}
         # Programs that were also compiled and checked for hangs, for which lowering is not enough.
@@ -67,8 +78,11 @@ class Jitted:
         kind = self._kind_of(*args)
         launched = self._launched.get(kind)
         if launched is not None:
-            return launched(*args)
-        with phase(BUILD):
+            try:
+                return launched(*args)
+            except OtherTypes:
+                del self._launched[kind]
+        with phase(OTHER):
             return self._to_launch(kind, args)(*args)
 
     def _to_launch(self, kind: Hashable, args: tuple) -> Callable:
@@ -87,18 +101,26 @@ class Jitted:
         key = None if held else key_of(program, args, self._mesh, self._options)
         if key is not None and (compiled := EXECUTABLES.find(key)) is not None:
             return Equal(compiled, key, lambda *args: self._without_hangs(args)(*args))
-        program = self._programs[kind, False] = self._without_hangs(args)
+        program = self._programs[self._key(args, False)] = self._without_hangs(args)
         if key is not None and not isinstance(program, _Holding):
             # `jax.jit` caches the executable, so the following call does not compile again.
             EXECUTABLES.add(key, program.lower(*args).compile())
         return program
 
     def trace(self, *args: Any) -> Any:
-        """The function traced, as `jax.jit` would compile it."""
+        """The function traced, as `jax.jit` would compile it.
+
+        Args:
+            args: The function's arguments, or `jax.ShapeDtypeStruct` for their arrays.
+        """
         return self._plain.trace(*args)
 
     def lower(self, *args: Any) -> Any:
-        """The lowered program for these arguments."""
+        """The lowered program for these arguments.
+
+        Args:
+            args: The function's arguments.
+        """
         return self.program(*args).lower(*args)
 
     def program(self, *args: Any) -> Any:
@@ -107,11 +129,14 @@ class Jitted:
         Args:
             *args: The function's arguments; `kind_of` decides which of them share a program.
         """
-        kind = self._kind_of(*args), exchanges.rows_are_whole()
-        program = self._programs.get(kind)
+        key = self._key(args, exchanges.rows_are_whole())
+        program = self._programs.get(key)
         if program is None:
-            program = self._programs[kind] = self._repaired_or_plain(args)
+            program = self._programs[key] = self._repaired_or_plain(args)
         return program
+
+    def _key(self, args: tuple, rows_are_whole: bool) -> Hashable:
+        return self._kind_of(*args), tuple(types_of(jax.tree.leaves(args))), rows_are_whole
 
     def _repaired_or_plain(self, args: tuple) -> Callable:
         if self._mesh.size == 1:
@@ -159,7 +184,10 @@ class Jitted:
         shapes = traced.out_info
         inputs = axes_of(tuple(self._layouts(*args)), args)
         results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
-        jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
+        faults: list[Any] = []
+        jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results, faults.append)
+        if self._keep is not None:
+            self._keep([Answer(f.name, f.instead, done=True) for f in dict.fromkeys(faults)])
         held = {}
         if jax.process_count() > 1 and _holds_parts(jaxpr):
             jaxpr, held = _with_held(_lifted(jaxpr))
@@ -167,8 +195,11 @@ class Jitted:
             return plain
         call = _call_of(jaxpr, self._name)
         structure = jax.tree.structure(shapes)
+        types = types_of(jax.tree.leaves(args))
 
         def program(*args):
+            if types_of(jax.tree.leaves(args))[: len(types)] != types:
+                raise OtherTypes
             return jax.tree.unflatten(structure, call(jax.tree.leaves(args)))
 
         program.__name__ = self._name
@@ -252,7 +283,11 @@ def _spans_processes(constant: Any) -> bool:
 
 
 def shapes_of(*args: Any) -> Hashable:
-    """The default key of a program: the structure, shapes and dtypes of its arguments."""
+    """The default key of a program: the structure, shapes and dtypes of its arguments.
+
+    Args:
+        args: Arrays, numbers, or structures of them.
+    """
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
 

@@ -16,7 +16,12 @@ _AXES = 3
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a mesh has enough axes for a lookup to abort the compiler."""
+    """Whether a mesh has enough axes for a lookup to abort the compiler.
+
+    Args:
+        equation: The gather, or the scatter.
+        mesh: The mesh.
+    """
     return sum(size > 1 for size in mesh.shape.values()) >= _AXES
 
 
@@ -26,6 +31,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     XLA sums what every device found in its part, or gathers what it wrote. If it also splits the
     operation along another dimension, it does this within groups of devices, and computes the
     groups without the axes of the `shard_map`.
+
+    Args:
+        equation: The gather, or the scatter.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     if not spread.manual or len(spread.open_axes) < 2:
         return None

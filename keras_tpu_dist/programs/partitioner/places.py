@@ -18,7 +18,11 @@ def in_compiled_code() -> bool:
 
 
 def mesh_here(mesh: Mesh) -> Any:
-    """The mesh for a layout: within a `shard_map` its own, in which some axes are manual."""
+    """The mesh for a layout: within a `shard_map` its own, in which some axes are manual.
+
+    Args:
+        mesh: The mesh to name outside of any `shard_map`.
+    """
     around = jax.sharding.get_abstract_mesh()
     return around if around.manual_axes else mesh
 
@@ -27,6 +31,8 @@ def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]
     """An array with a layout for some of its dimensions.
 
     Args:
+        array: The array.
+        mesh: The mesh.
         dimensions: From a dimension to the axes that split it, `()` for none. The compiler may
             choose for the others.
     """
@@ -41,7 +47,9 @@ def padded_at_the_end(array: Any, rows: Mapping[int, int], value: Any = 0) -> An
     """An array with rows of one value added at the end of some dimensions.
 
     Args:
+        array: The array.
         rows: From a dimension to the number of rows added to it; others get none.
+        value: The value of the rows.
     """
     if not any(rows.values()):
         return array

@@ -1,6 +1,6 @@
 """Repairs programs that XLA would partition wrongly."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -21,8 +21,21 @@ from keras_tpu_dist.programs.partitioner.table import BY_OPERATION, Fault
 _CLOSED = ("pallas_call",)
 
 
-def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[Axes] = ()) -> Any:
+def rewritten(
+    jaxpr: Any,
+    mesh: Mesh,
+    inputs: Sequence[Axes],
+    outputs: Sequence[Axes] = (),
+    met: Callable[[Fault], Any] = lambda fault: None,
+) -> Any:
     """A program in which operations that XLA would partition wrongly are repaired.
+
+    Args:
+        jaxpr: The program, a `ClosedJaxpr`.
+        mesh: The mesh.
+        inputs: For every input, the mesh axes of its dimensions.
+        outputs: The same for results with layouts.
+        met: Called with the fault of each repair.
 
     Returns:
         The program; the same object if there is nothing to repair.
@@ -30,7 +43,7 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
     # Most programs have no candidate, and `Spread` analyses the whole program.
     if not _any_candidate(jaxpr, mesh):
         return jaxpr
-    return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
+    return _Rewriter(Spread(jaxpr, inputs, outputs, mesh), met).program(jaxpr)
 
 
 def _of_interest(equation: Any) -> bool:
@@ -52,8 +65,8 @@ def _any_candidate(jaxpr: Any, mesh: Mesh) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, spread: Spread):
-        self._spread = spread
+    def __init__(self, spread: Spread, met: Callable[[Fault], Any]):
+        self._spread, self._met = spread, met
         self._done: dict[Any, Any] = {}
 
     def program(self, jaxpr: Any) -> Any:
@@ -94,6 +107,7 @@ class _Rewriter:
         for number, fault in enumerate(faults, 1):
             if (equations := fault.repaired(equation, self._spread)) is None:
                 continue
+            self._met(fault)
             repaired: list = []
             for one in equations:
                 is_left = one.primitive is equation.primitive

@@ -15,7 +15,12 @@ PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-m
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether rows of a scatter can be split unevenly over a mesh, or indices are narrow."""
+    """Whether rows of a scatter can be split unevenly over a mesh, or indices are narrow.
+
+    Args:
+        equation: The scatter.
+        mesh: The mesh.
+    """
     rows = equation.invars[1].aval.shape[:-1]
     return any(size % mesh.size for size in rows) or narrow(equation.invars[1])
 
@@ -26,6 +31,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Rows of indices and updates that may be split unevenly are padded to a multiple, with an index
     beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
     three and cut off the result.
+
+    Args:
+        equation: The scatter.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     numbers = equation.params["dimension_numbers"]
     indices, updates = equation.invars[1:3]

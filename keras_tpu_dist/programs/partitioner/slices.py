@@ -14,7 +14,12 @@ PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether the start of a slice is only known at run time, or may be outside."""
+    """Whether the start of a slice is only known at run time, or may be outside.
+
+    Args:
+        equation: The slice, or the update of one.
+        mesh: The mesh, which is not used.
+    """
     return not all(_is_inside(start, last) for start, last in zip(*_places(equation), strict=True))
 
 
@@ -23,6 +28,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     A start beyond the end means the last position at which the slice fits. XLA's partitioner moves
     it back into every device's part instead.
+
+    Args:
+        equation: The slice, or the update of one.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     starts, last = _places(equation)
     atoms = [*equation.invars[: -len(last)], *equation.outvars]

@@ -25,7 +25,11 @@ Axes = Sequence[Iterable[str]]
 
 
 class Classes:
-    """Classes of dimensions of a program's values, and the mesh axes of every class."""
+    """Classes of dimensions of a program's values, and the mesh axes of every class.
+
+    Args:
+        mesh: The mesh.
+    """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -42,6 +46,7 @@ class Classes:
 
         Args:
             atom: A value of the program; a literal is never split.
+            dimension: The number of one of its dimensions.
         """
         return self._known(self._axes, atom, dimension)
 
@@ -109,6 +114,7 @@ class Classes:
         """Records that a value has a given layout.
 
         Args:
+            atom: A value of the program.
             axes: For each of its dimensions, the mesh axes that split it; may end early.
         """
         self._seed(atom, axes, self._axes)
@@ -125,7 +131,10 @@ class Classes:
         """Puts two dimensions into one class, unless one of them is only repeated.
 
         Args:
+            one: A value of the program.
+            i: The number of its dimension.
             other: Another value, or the same; if one is a literal, nothing is linked.
+            j: The number of the other's dimension.
             repeats: Whether a dimension of one row that becomes one of several is repeated. A
                 slice, in contrast, takes one of several rows, which is then split as they are.
         """
@@ -137,7 +146,14 @@ class Classes:
         self.merge(one, i, other, j)
 
     def merge(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, whatever their sizes."""
+        """Puts two dimensions into one class, whatever their sizes.
+
+        Args:
+            one: A value of the program, not a literal.
+            i: The number of its dimension.
+            other: Another value, or the same.
+            j: The number of the other's dimension.
+        """
         mine, yours = self._root(self._node(one, i)), self._root(self._node(other, j))
         if mine != yours:
             self._parents[mine] = yours
@@ -149,6 +165,7 @@ class Classes:
         """Links the dimensions of two values of the same rank, one by one.
 
         Args:
+            one: A value of the program.
             other: Another value; if it has another rank, or one is a literal, nothing is linked.
         """
         if rank(one) == rank(other):
@@ -184,7 +201,11 @@ class Classes:
 
 
 def spec_axes(sharding: Any) -> Axes:
-    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings."""
+    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings.
+
+    Args:
+        sharding: The sharding of an array, or `None`.
+    """
     if not isinstance(sharding, NamedSharding):
         return ()
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -198,7 +219,10 @@ class Spread(Classes):
     """The classes of a program's dimensions, and the mesh axes of every class.
 
     Args:
+        jaxpr: The program.
+        inputs: For every input, the axes of its dimensions.
         outputs: The same for every output; empty if none has a layout.
+        mesh: The mesh.
     """
 
     def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):

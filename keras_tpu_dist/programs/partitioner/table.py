@@ -163,7 +163,11 @@ FAULTS = (
 
 
 def by_operation(faults: tuple[Fault, ...]) -> dict[str, tuple[Fault, ...]]:
-    """The faults of every operation."""
+    """The faults of every operation.
+
+    Args:
+        faults: The faults.
+    """
     return {
         operation: tuple(fault for fault in faults if operation in fault.operations)
         for one in faults

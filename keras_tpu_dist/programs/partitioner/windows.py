@@ -12,7 +12,12 @@ from keras_tpu_dist.programs.partitioner.spread import Spread
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether an operation is one that XLA gets wrong along a split dimension."""
+    """Whether an operation is one that XLA gets wrong along a split dimension.
+
+    Args:
+        equation: The operation, one of `PRIMITIVES`.
+        mesh: The mesh, whose devices are the most parts of a dimension.
+    """
     wrong = _WRONG[equation.primitive.name]
     if equation.primitive.name == "concatenate":
         # What is joined may be uneven where the whole is not.
@@ -29,6 +34,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     sometimes reuses the part of another operation on the same rows. A `shard_map` gathers the other
     dimensions over the same axes too. If one of those may be split (the rows of pooled images), it
     should stay so, and only layouts are constrained.
+
+    Args:
+        equation: The operation, one of `PRIMITIVES`.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     whole = whole_along(equation, spread, _WRONG[equation.primitive.name])
     return _joined_apart(equation, spread) if whole is None else whole

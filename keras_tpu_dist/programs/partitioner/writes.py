@@ -24,7 +24,12 @@ PRIMITIVES = tuple(_COMBINED)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a scatter writes at one position."""
+    """Whether a scatter writes at one position.
+
+    Args:
+        equation: The scatter.
+        mesh: The mesh, which is not used.
+    """
     return math.prod(equation.invars[1].aval.shape[:-1]) == 1 and bool(_single(equation))
 
 
@@ -34,6 +39,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     XLA reads the values that it will overwrite, at an index outside of all parts but one. It merges
     this slice with the one that cut the part from a whole array, without clamping it. A selection
     by position reads nothing, and every device computes it for its own part.
+
+    Args:
+        equation: The scatter.
+        spread: Which mesh axes may split which dimension of the program's values.
     """
     if not candidate(equation, spread.mesh):
         return None

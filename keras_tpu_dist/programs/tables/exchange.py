@@ -126,7 +126,12 @@ class Route(NamedTuple):
 
 
 class Lookups:
-    """One lookup of a table, or the return of its gradients."""
+    """One lookup of a table, or the return of its gradients.
+
+    Args:
+        split: How table and ids are split.
+        count: The number of ids of one device.
+    """
 
     def __init__(self, split: TableSplit, count: int):
         self.split = split
@@ -147,7 +152,11 @@ class Lookups:
         return self.capacity < self.count
 
     def ids(self, ids: Any) -> Any:
-        """The ids that a device looks up, as a vector."""
+        """The ids that a device looks up, as a vector.
+
+        Args:
+            ids: Its own ids.
+        """
         ids, traded = ids.ravel(), self.split.traded
         return lax.all_gather(ids, traded, tiled=True) if traded else ids
 
@@ -165,7 +174,11 @@ class Lookups:
         return jnp.where(valid, owner, ways), jnp.where(valid, local, split.rows_each)
 
     def sorted(self, ids: Any) -> Sorted:
-        """Sorts the ids of a device by owner."""
+        """Sorts the ids of a device by owner.
+
+        Args:
+            ids: The ids, a vector.
+        """
         owner, local = self._owned(ids)
         hashed, places = local.astype("uint32") * _MULTIPLIER, jnp.arange(ids.size, dtype="int32")
         owner, hashed, order, local = lax.sort((owner, hashed, places, local), num_keys=2)
@@ -206,6 +219,7 @@ class Lookups:
         Args:
             ids: The sorted ids of a device.
             halvings: There are `2**halvings` rounds.
+            number: The number of the round.
         """
         ways, capacity = self.split.ways, self.capacity
         owners = jnp.arange(ways, dtype="int32")[:, None]
@@ -223,7 +237,11 @@ class Lookups:
         return sent, jnp.where(here, place, self.places)
 
     def exchange(self, array: Any) -> Any:
-        """Sends each device its part of an array, and receives a part from each."""
+        """Sends each device its part of an array, and receives a part from each.
+
+        Args:
+            array: One part for each device, one after another.
+        """
         axes = self.split.exchanged
         if not axes:
             return array
@@ -232,7 +250,11 @@ class Lookups:
         return lax.all_to_all(array, axes, 0, 0, tiled=True).reshape(shape)
 
     def route(self, ids: Any) -> Route:
-        """The route of a device's ids if one round is enough."""
+        """The route of a device's ids if one round is enough.
+
+        Args:
+            ids: The ids, a vector.
+        """
         if not self.split.exchanged:
             _, own = self._owned(ids)
             zero = jnp.zeros((), "int32")
@@ -245,11 +267,21 @@ class Lookups:
         return Route(place, self.exchange(sent.ravel()), halvings)
 
     def got(self, rows: Any, place: Any) -> Any:
-        """Rows for a device's ids; zeros for ids without a place."""
+        """Rows for a device's ids; zeros for ids without a place.
+
+        Args:
+            rows: The values of the rows that others requested from it.
+            place: The places of its own ids.
+        """
         return self.exchange(rows).at[place].get(mode="fill", fill_value=0)
 
     def look_up(self, table: Any, ids: Any) -> tuple[Any, Route]:
-        """The rows for a device's ids; zeros for ids without an owner."""
+        """The rows for a device's ids; zeros for ids without an owner.
+
+        Args:
+            table: The device's part of the table.
+            ids: Its ids.
+        """
         split, ids = self.split, self.ids(ids)
         route = self.route(ids)
         asked = rows_at(table, route.own)
@@ -278,7 +310,12 @@ class Lookups:
         return lax.bitcast_convert_type(found, table.dtype)
 
     def asked_in_round(self, ids: Any, halvings: Any, number: Any) -> tuple[Any, Any]:
-        """The rows that others request from a device in a round, and the places of its own ids."""
+        """The rows that others request from a device in a round, and the places of its own ids.
+
+        Args:
+            ids: Its ids, a vector.
+            number: The number of the round.
+        """
         if not self.split.exchanged:
             route = self.route(ids)
             return route.own, route.place
@@ -286,12 +323,22 @@ class Lookups:
         return self.exchange(sent.ravel()), place
 
     def columns(self, gradients: Any) -> Any:
-        """Exchanges gradients of a device's ids for those of its columns of all ids it looks up."""
+        """Exchanges gradients of a device's ids for those of its columns of all ids it looks up.
+
+        Args:
+            gradients: A row for each of its ids.
+        """
         traded = self.split.traded
         return lax.all_to_all(gradients, traded, 1, 0, tiled=True) if traded else gradients
 
     def back(self, gradients: Any, own: Any, place: Any) -> tuple[Any, Any]:
-        """Sends gradients to the owners of their rows."""
+        """Sends gradients to the owners of their rows.
+
+        Args:
+            gradients: A row for each id that the device looked up.
+            own: The rows that others requested from it.
+            place: The places of its own ids.
+        """
         if self.split.exchanged:
             gone = jnp.zeros((self.places, gradients.shape[1]), gradients.dtype)
             gradients = self.exchange(gone.at[place].add(gradients, mode="drop"))
@@ -301,25 +348,6 @@ class Lookups:
             gradients = lax.all_gather(gradients, axes, tiled=True)
         return own, gradients
 
-    def dense(self, ids: Any, route: Route, gradients: Any) -> Any:
-        """The gradient of the device's part of the table."""
-        gradients, ids = self.columns(gradients), self.ids(ids)
-        shape = (self.split.rows_each, gradients.shape[1])
-
-        def added(sums: Any, own: Any, place: Any) -> Any:
-            own, rows = self.back(gradients, own, place)
-            return sums.at[own].add(rows, mode="drop")
-
-        own = jnp.where(route.halvings == 0, route.own, self.split.rows_each)
-        sums = added(jnp.zeros(shape, gradients.dtype), own, route.place)
-        if not self.may_need_rounds:
-            return sums
-
-        def body(number: Any, sums: Any) -> Any:
-            return added(sums, *self.asked_in_round(ids, route.halvings, number))
-
-        return rarely(jnp.where(route.halvings > 0, 1 << route.halvings, 0), body, sums)
-
 
 def _round_of(hashes: Any, halvings: Any) -> Any:
     """The round of each hash: its first bits, by two shifts, since a shift by 32 is undefined."""
@@ -327,7 +355,12 @@ def _round_of(hashes: Any, halvings: Any) -> Any:
 
 
 def rows_at(array: Any, rows: Any) -> Any:
-    """Some rows of an array; zeros for those beyond its end."""
+    """Some rows of an array; zeros for those beyond its end.
+
+    Args:
+        array: The array.
+        rows: Their numbers.
+    """
     return array.at[rows].get(mode="fill", fill_value=0)
 
 
@@ -342,7 +375,9 @@ def rarely(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """A loop that rarely runs; estimates of cycles leave it out.
 
     Args:
+        times: The number of rounds.
         body: From the number of the round and the state to the new state.
+        state: The state.
     """
     with jax.named_scope(RARE_LOOP):
         return lax.fori_loop(0, times, body, state)
@@ -368,6 +403,8 @@ def unique(own: Any, rows_each: int, bound: int) -> Unique:
 
     Args:
         own: The rows; `rows_each` in free places.
+        rows_each: The number of rows of the device.
+        bound: The number of places for rows.
     """
     ordered, order = lax.sort((own, jnp.arange(own.size, dtype="int32")), num_keys=1)
     first = jnp.append(True, ordered[1:] != ordered[:-1]) & (ordered < rows_each)
@@ -382,6 +419,7 @@ class Updates:
     """Updates the used rows of a table and of its optimizer's slots.
 
     Args:
+        lookups: The lookups that have gradients.
         rows: A function from rows of the state, gradients of these rows, and scalars to the new
             rows of the state.
     """
@@ -402,6 +440,10 @@ class Updates:
         """The new state of one device.
 
         Args:
+            state: Its parts of the table and of the slots.
+            ids: Its ids, for each lookup.
+            routes: The `Route` of each lookup.
+            gradients: The gradients of each lookup.
             numbers: Other inputs of the update, such as the learning rate.
         """
         lookups, split = self._lookups, self._split
@@ -449,12 +491,12 @@ class Updates:
             numbers: Other inputs of the update.
         """
         bound = found.rows.size
-        starts = np.cumsum([0, *(len(g) for g in gradients)])
+        starts = np.cumsum([0, *(len(g) for g in gradients)])[:-1]
         sums = [
             jnp.zeros((bound, g.shape[1]), g.dtype)
             .at[found.group[start : start + len(g)]]
             .add(g, mode="drop")
-            for start, g in zip(starts, gradients)
+            for start, g in zip(starts, gradients, strict=True)
         ]
         before = [rows_at(array, found.rows) for array in (state if table is None else state[1:])]
         before = before if table is None else [table, *before]

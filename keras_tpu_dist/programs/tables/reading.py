@@ -1,8 +1,8 @@
-"""Analyses a traced step for its tables: where rows are looked up, and how they are updated.
+"""Finds a table in a traced step: where rows are looked up, and the operations that update it.
 
-The exchange of rows applies to a table if its gradient only consists of looked-up rows, and if its
-new value, and those of its optimizer's slots, are computed element by element so that a zero
-gradient changes nothing. This is derived from the step, and not from the optimizer's name.
+An update can run on some rows if the table's gradient only consists of looked-up rows, and if the
+new values of the table and of its optimizer's slots are computed element by element. Whether the
+other rows would stay the same is declared in `programs.tables.optimizers`.
 """
 
 import math
@@ -20,8 +20,6 @@ from keras_tpu_dist.programs.graph import Atom, Equation, Graph
 
 # Operations that return each number unchanged or rounded.
 _UNCHANGED = {"sharding_constraint", "copy", "copy_p", "convert_element_type"}
-# Operations that return zero for zero.
-_ZERO_OF_ZERO = _UNCHANGED | {"neg", "sign", "abs", "square", "sqrt", "reduce_precision", "tanh"}
 _MODES = {
     lax.GatherScatterMode.FILL_OR_DROP,
     lax.GatherScatterMode.CLIP,
@@ -59,7 +57,7 @@ class Reading:
         state: The positions of the table and its slots in the state, the table first.
         changed: The new values, by their position in the state.
         numbers: Other inputs of the update.
-        dense: Why every row is updated, or `""`.
+        dense: Why the update cannot run on some rows alone, or `""`.
     """
 
     lookups: list[RowLookup]
@@ -71,19 +69,18 @@ class Reading:
 
 
 class Refused(Exception):
-    """The reason why all rows have to be updated, not only the used ones."""
+    """The reason why an update cannot run on some rows alone."""
 
 
-def read(
-    graph: Graph, table: int, state: Sequence[int], outputs: Mapping[int, int], lazy: bool
-) -> Reading:
+def read(graph: Graph, table: int, state: Sequence[int], outputs: Mapping[int, int]) -> Reading:
     """Analyses how a step uses a table.
 
     Args:
+        graph: The step.
+        table: The position of the table among the inputs.
         state: The positions of inputs with the table's shape and layout, itself included.
         outputs: From the position of an output to that of the input whose new value it is; empty if
             the step trains nothing.
-        lazy: Whether unused rows may remain unchanged, although the optimizer would change them.
     """
     operations = graph.needed({})
     lookups = _lookups(operations, graph.inputs[table])
@@ -101,7 +98,7 @@ def read(
     if not outputs or not lookups:
         return found
     try:
-        _Update(graph, operations, table, state, outputs, lazy).read(found, scatters)
+        _Update(graph, operations, table, state, outputs).read(found, scatters)
     except Refused as why:
         found.dense = str(why)
         found.update, found.changed = [], {}
@@ -114,7 +111,7 @@ def read(
             lookup.scatter, lookup.updates = scatter, scatter.operands[2]
             found.update.remove(scatter)
     if found.dense:
-        # The gradients of known lookups are exchanged nevertheless.
+        # By width, the gradients of known lookups are exchanged nevertheless.
         for scatter in scatters:
             lookup = by_indices.get(id(scatter.operands[1]))
             if lookup is not None and lookup.scatter is None and lookup.mode == _mode(scatter):
@@ -182,7 +179,11 @@ def _adds_rows(scatter: Equation) -> bool:
 
 
 def number_of(atom: Atom) -> Atom:
-    """The scalar that an array is filled with, or the array itself."""
+    """The scalar that an array is filled with, or the array itself.
+
+    Args:
+        atom: The array.
+    """
     operation = atom.operation
     if operation is None or operation.name != "broadcast_in_dim":
         return atom
@@ -190,52 +191,44 @@ def number_of(atom: Atom) -> Atom:
 
 
 def is_number(atom: Atom, number: float) -> bool:
-    """Whether all elements of an array are one known number."""
-    value = _known(atom)
-    return value is not None and value == number
+    """Whether all elements of an array are one known number.
 
-
-def _known(atom: Atom) -> Any:
-    """The number that an array is filled with, if it is a constant of the program."""
-    number = number_of(atom)
-    while number.operation is not None and number.operation.name == "convert_element_type":
-        number = number.operation.operands[0]
-    known = number.constant
+    Args:
+        atom: The array.
+        number: The number.
+    """
+    filled = number_of(atom)
+    while filled.operation is not None and filled.operation.name == "convert_element_type":
+        filled = filled.operation.operands[0]
+    known = filled.constant
     # An array may belong to a surrounding program; its values are unknown here.
     if known is None or isinstance(known, (jax.Array, jax.core.Tracer)) or np.ndim(known):
-        return None
-    return np.asarray(known).item()
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The content of a value in rows that were not looked up: zero, or that of an input."""
-
-    zero: bool = False
-    same: int | None = None
+        return False
+    return bool(np.asarray(known).item() == number)
 
 
 class _Update:
     """The part of a step that computes the new values of a table and its slots."""
 
-    def __init__(self, graph, operations, table, state, outputs, lazy):
-        self._graph, self._operations, self._lazy = graph, operations, lazy
+    def __init__(self, graph, operations, table, state, outputs):
+        self._graph, self._operations = graph, operations
         self._table, self._outputs = table, outputs
         self._shape = graph.inputs[table].shape
         self._inputs = {id(graph.inputs[i]): i for i in state}
-        self._values: dict[int, _Where] = {}
+        # What is computed from the table, its slots and its gradient.
+        self._values: set[int] = set()
         self._met: set[int] = {table}
         self._numbers: dict[int, Atom] = {}
 
     def read(self, found: Reading, scatters: list[Equation]) -> None:
         gathers = {one.gather for one in found.lookups}
         paths = {id(step) for lookup in found.lookups for step in lookup.path}
-        self._values[id(self._graph.inputs[self._table])] = _Where(same=self._table)
+        self._values.add(id(self._graph.inputs[self._table]))
         own = self._gradients(scatters)
         update = []
         for operation in self._operations:
             if operation in own:
-                self._values[id(operation.results[0])] = _Where(zero=True)
+                self._values.add(id(operation.results[0]))
                 update.append(operation)
             elif operation not in gathers and any(
                 id(operand) in self._values for operand in operation.operands
@@ -289,62 +282,21 @@ class _Update:
                     self._numbers[id(number)] = number
             elif id(operand) in self._inputs:
                 self._met.add(self._inputs[id(operand)])
-                self._values[id(operand)] = _Where(same=self._inputs[id(operand)])
+                self._values.add(id(operand))
             else:
                 source = "an input" if operand.operation is None else operand.operation.name
                 raise Refused(f"its gradient is not only that of looked-up rows ({source})")
-        self._values[id(operation.results[0])] = self._of(operation)
-
-    def _of(self, operation: Equation) -> _Where:
-        """The content of the result in rows that were not looked up."""
-        name = operation.name
-        operands = [self._where(operand) for operand in operation.operands]
-        zero = [operand.zero for operand in operands]
-        if name in _UNCHANGED:
-            same = operation.operands[0].aval.dtype == operation.results[0].aval.dtype
-            return operands[0] if same or zero[0] else _Where()
-        if name in ("add", "add_any") and any(zero):
-            return operands[zero.index(True) ^ 1]
-        if name == "sub" and zero[1]:
-            return operands[0]
-        if name == "select_n":
-            return operands[1] if len(set(operands[1:])) == 1 else _Where()
-        return _Where(zero=self._is_zero(operation, zero))
-
-    def _is_zero(self, operation: Equation, zero: list[bool]) -> bool:
-        name = operation.name
-        if name in _ZERO_OF_ZERO or name == "div":
-            return zero[0]
-        if name == "integer_pow":
-            return zero[0] and operation.equation.params["y"] > 0
-        if name == "mul":
-            return any(zero)
-        known = [0 if z else _known(operand) for z, operand in zip(zero, operation.operands)]
-        if name in ("max", "min") and any(zero) and None not in known:
-            return {"max": max, "min": min}[name](known) == 0
-        if name == "clamp" and zero[1] and None not in known:
-            return known[0] <= 0 <= known[2]
-        return False
-
-    def _where(self, atom: Atom) -> _Where:
-        return self._values.get(id(atom)) or _Where(zero=is_number(atom, 0))
+        self._values.add(id(operation.results[0]))
 
     def _check_outputs(self, found: Reading) -> None:
         for place, atom in enumerate(self._graph.outputs):
-            where = self._values.get(id(atom))
-            if where is None:
+            if id(atom) not in self._values:
                 continue
             own = self._outputs.get(place)
             if own is not None and atom is self._graph.inputs[own]:
                 continue
             if own is None or own not in self._inputs.values():
                 raise Refused("the step returns it, or changes its layout")
-            if not self._lazy and where.same != own:
-                raise Refused(
-                    "its optimizer also changes rows that are not looked up (by momentum, "
-                    'averages, decay or a constraint); tables="lazy" leaves these rows unchanged, '
-                    "which gives other results"
-                )
             self._met.add(own)
             found.changed[own] = atom
 
@@ -366,6 +318,10 @@ class _Update:
 
 def on_rows(reading: Reading, graph: Graph) -> Any:
     """The update as a function of rows.
+
+    Args:
+        reading: How the step uses the table.
+        graph: The step.
 
     Returns:
         A function from rows of the state, the gradients of these rows for each lookup that has

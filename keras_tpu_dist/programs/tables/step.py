@@ -7,18 +7,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
-from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.sizes import bytes_of
+from keras_tpu_dist.programs.answers import (
+    Answer,
+    Level,
+    PassContext,
+    Rewritten,
+    Why,
+    WrittenProgram,
+    words_of,
+)
 from keras_tpu_dist.programs.graph import Atom, Equation, Graph, Instead, traced_step
-from keras_tpu_dist.programs.partitioner import in_compiled_code
 from keras_tpu_dist.programs.partitioner.places import padded_at_the_end
 from keras_tpu_dist.programs.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
+from keras_tpu_dist.programs.tables.optimizers import why_every_row
 from keras_tpu_dist.programs.tables.reading import Reading, RowLookup, number_of, on_rows, read
 from keras_tpu_dist.programs.tables.width import (
     LEAST_BYTES,
@@ -37,13 +46,11 @@ LAZY = f"{BY_ROWS}; unused rows and their slots remain unchanged"
 EVERY_ROW = "every row is updated"
 LOOKED_UP = "by rows: ids and rows are exchanged"
 BY_WIDTH = "by width: all ids are looked up in a part of each row, and features are exchanged"
-# On a model: how its last step uses each table, and why.
-uses = _keras.Mark("_keras_tpu_dist_tables")
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """A weight that may be a table.
+    """A table of a step.
 
     Attributes:
         alike: The positions in the state of arrays with its shape and layout, itself included.
@@ -55,47 +62,58 @@ class RowTable:
     alike: tuple[int, ...]
 
 
-def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str]) -> Any:
-    """A step that uses tables by rows, if the strategy's `tables=` option asks for it.
+class TablesByRows:
+    """The pass that uses tables by rows or by width, if `tables=` asks for it."""
 
-    Args:
-        step: A function from state and data to outputs and the new state.
-    """
+    name = "tables"
+    level = Level.STEP
 
-    def by_rows(state: Any, data: Any) -> Any:
-        strategy = _keras.active_strategy()
+    def rewritten(self, program: WrittenProgram, where: PassContext) -> Rewritten | Why:
+        """The step with its tables by rows or by width, or why it updates every row."""
+        strategy, model, mesh, batch = (
+            _keras.active_strategy(),
+            where.model,
+            where.mesh,
+            where.data_axes,
+        )
         option = None if strategy is None else strategy.options.tables
-        if option is None or mesh.size == 1 or not in_compiled_code():
-            return step(state, data)
-        tables = tables_of(model, kind, mesh, batch, option)
-        for path, why in _troubles(model, mesh, batch, option).items():
-            _note(model, kind, path, f"{EVERY_ROW}: {why}", warn=True)
+        if option is None or mesh.size == 1:
+            return Why()
+        answers = [
+            Answer(path, f"{EVERY_ROW}: {why}", level=logging.WARNING)
+            for path, why in _troubles(model, mesh, batch, option).items()
+        ]
+        tables = tables_of(model, where.kind, mesh, batch, option)
         if not tables:
-            return step(state, data)
-        return _Step(model, kind, step, option, tables)(state, data)
+            return Why(answers)
+        return _Step(where, option, tables, answers).rewritten(program)
 
-    return by_rows
-
-
-def described(model: Any, strategy: Any) -> dict[str, str]:
-    """Whether the tables of a model are used by rows, as far as known: from path to words."""
-    option, mesh, batch = strategy.options.tables, strategy.mesh, strategy.data_axes
-    if option is None or mesh.size == 1:
-        return {}
-    found = {
-        table.variable.path: "may be used by rows: the first step decides"
-        for table in tables_of(model, "predict", mesh, batch, option)
-        if _is_of_embedding(table.variable)
-    }
-    refused = {p: f"{EVERY_ROW}: {w}" for p, w in _troubles(model, mesh, batch, option).items()}
-    return {**found, **refused, **(uses.of(model) or {})}
+    def waits(self, model: Any, strategy: Any) -> list[Answer]:
+        """What is known before a step is traced."""
+        option, mesh, batch = strategy.options.tables, strategy.mesh, strategy.data_axes
+        if option is None or mesh.size == 1:
+            return [Answer("", "tables=None" if option is None else "the mesh has one device")]
+        answers = [
+            Answer(table.variable.path, "may be used by rows: the first step decides")
+            for table in tables_of(model, "predict", mesh, batch, option)
+        ]
+        troubles = _troubles(model, mesh, batch, option).items()
+        answers += [Answer(path, f"{EVERY_ROW}: {why}") for path, why in troubles]
+        least = f" of {LEAST_BYTES >> 20} MiB or more" if option == "auto" else ""
+        return answers or [Answer("", f"no Embedding has a table{least} that is split")]
 
 
 def refused(model: Any, strategy: Any) -> dict[str, str]:
-    """The tables of which every row is updated although `tables=` asks for rows, with reasons."""
+    """The tables of which every row is updated although `tables=` asks for rows, with reasons.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+    """
     if strategy.options.tables not in ("rows", "lazy"):
         return {}
-    found = described(model, strategy)
+    waits = {answer.path: answer.words for answer in TablesByRows().waits(model, strategy)}
+    found = {**waits, **words_of(model, TablesByRows.name)}
     return {path: words for path, words in found.items() if EVERY_ROW in words}
 
 
@@ -104,41 +122,39 @@ def _troubles(model: Any, mesh: Mesh, batch: Sequence[str], option: str) -> dict
     if option == "auto":
         return {}
     found = {}
-    for variable in model.weights:
-        if _is_of_embedding(variable):
-            split = _split_of(variable, mesh, batch)
-            why = "it is not a matrix of floats on this mesh" if split is None else split.trouble()
-            if why:
-                found[variable.path] = why
+    for variable in _embeddings(model):
+        split = _split_of(variable, mesh, batch)
+        why = "it is not a matrix of floats on this mesh" if split is None else split.trouble()
+        if why:
+            found[variable.path] = why
     return found
 
 
-def _is_of_embedding(variable: Any) -> bool:
-    return variable.path.endswith("/embeddings")
-
-
-def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> None:
-    """Records how a step uses a table; a train step overrides other steps."""
-    known = uses.of(model) or {}
-    if kind == "train" or path not in known:
-        uses.write(model, {**known, path: words})
-    if warn:
-        log_once(f"table {path} of model {model.name!r}: {words}", logging.WARNING)
+def _embeddings(model: Any) -> list[Any]:
+    """The tables of `keras.layers.Embedding`, and of layers derived from it."""
+    layers = _keras.flatten_layers(model)
+    kinds = [layer for layer in layers if isinstance(layer, keras.layers.Embedding)]
+    tables = [_keras.stored_weight(layer, "embeddings") for layer in kinds]
+    return [table for table in tables if table is not None]
 
 
 def tables_of(
     model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str
 ) -> list[RowTable]:
-    """The weights of a model that may be used by rows.
+    """The tables of a model that may be used by rows.
 
     Args:
+        model: The model, built.
+        kind: `"train"`, `"test"` or `"predict"`.
+        mesh: The mesh.
+        batch: Its axes that split the batch.
         option: `"auto"`, `"rows"` or `"lazy"`.
     """
     variables = [v for group in _keras.state_groups(model, kind) for v in group]
-    weights = {id(v) for group in _keras.state_groups(model, "predict") for v in group}
+    tables = set(map(id, _embeddings(model)))
     found = []
     for place, variable in enumerate(variables):
-        split = _split_of(variable, mesh, batch) if id(variable) in weights else None
+        split = _split_of(variable, mesh, batch) if id(variable) in tables else None
         if split is None or split.trouble() or not _is_worth(variable, split, option):
             continue
         layout = _keras.variable_layout(variable)
@@ -171,12 +187,16 @@ def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
 class _Step:
     """A step that is analysed once and computed with its tables by rows."""
 
-    def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[RowTable]):
-        self._model, self._kind, self._step = model, kind, step
-        self._option, self._tables = option, tables
+    def __init__(
+        self, where: PassContext, option: str, tables: list[RowTable], answers: list[Answer]
+    ):
+        self._model, self._kind = where.model, where.kind
+        self._option, self._tables, self._answers = option, tables, answers
 
-    def __call__(self, state: Any, data: Any) -> Any:
-        graph, inputs, shapes = traced_step(self._step, state, data)
+    def rewritten(self, program: WrittenProgram) -> Rewritten:
+        """Its results."""
+        graph, inputs, shapes = traced_step(program.function, *program.args)
+        state, _ = program.args
         count, outputs = len(jax.tree.leaves(state)), {}
         # A train step returns its new state last, in the order of the old one.
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
@@ -191,38 +211,39 @@ class _Step:
             return {k: new for use in used for k, new in use.updated(value).items()}
 
         results = graph.evaluate(inputs, instead, after=updated)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return Rewritten(jax.tree.unflatten(jax.tree.structure(shapes), results), self._answers)
 
     def _used(
         self, graph: Graph, table: RowTable, outputs: Mapping[int, int]
     ) -> "_Used | ByWidth | None":
         """How the step uses a table, or `None` if it is left to the compiler."""
-        lazy = self._option == "lazy"
-        reading = read(graph, table.place, table.alike, outputs, lazy)
+        trains, lazy = bool(outputs) and table.variable.trainable, self._option == "lazy"
+        reading = read(graph, table.place, table.alike, outputs if trains else {})
         path, asked = table.variable.path, self._option != "auto"
         if not reading.lookups:
-            if asked and _is_of_embedding(table.variable):
+            if asked:
                 why = "its lookup is inside remat, a loop or an assigned layer, or there is none"
                 self._note(path, f"{EVERY_ROW}: {why}", warn=True)
             return None
-        ids, trains = ids_of(reading), bool(outputs) and table.variable.trainable
+        why = reading.dense
+        if trains and not lazy:
+            why = why or why_every_row(self._model, table.variable)
+        ids = ids_of(reading)
         many = ids > _MOST_IDS * table.split.shape[0] or not table.split.exchanged
-        if not asked and (many or reading.dense):
-            return self._by_width(graph, table, reading, trains)
-        if reading.dense and trains:
-            self._note(path, f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}", warn=True)
-        elif trains and reading.changed:
+        if why or (many and not asked):
+            why = why or f"{ids} ids a step for {table.split.shape[0]} rows"
+            return self._by_width(graph, table, reading, trains, why)
+        if trains and reading.changed:
             self._note(path, LAZY if lazy else BY_ROWS)
         else:
             self._note(path, LOOKED_UP)
         return _Used(table, reading, graph)
 
     def _by_width(
-        self, graph: Graph, table: RowTable, reading: Reading, trains: bool
+        self, graph: Graph, table: RowTable, reading: Reading, trains: bool, why: str
     ) -> ByWidth | None:
         """The table by its width, if that takes less time than gathering it."""
         split, path, ids = table.split, table.variable.path, ids_of(reading)
-        why = reading.dense or f"{ids} ids a step for {split.shape[0]} rows"
         found = [lookup.gather for lookup in reading.lookups if lookup.gather is not None]
         item_bytes = found[0].results[0].aval.dtype.itemsize if found else 0
         if (
@@ -230,13 +251,15 @@ class _Step:
             or not is_shorter(split, ids, item_bytes, trains)
             or used_otherwise(graph, table.place, reading)  # last, as it reads the whole step
         ):
-            self._note(path, f"{EVERY_ROW}: {why}")
+            self._note(path, f"{EVERY_ROW}: {why}", warn=self._option != "auto")
             return None
         self._note(path, BY_WIDTH)
         return ByWidth(split, path, reading)
 
     def _note(self, path: str, words: str, warn: bool = False) -> None:
-        _note(self._model, self._kind, path, words, warn)
+        done = not words.startswith(EVERY_ROW)
+        level = logging.WARNING if warn else logging.NOTSET
+        self._answers.append(Answer(path, words, done, level))
 
 
 class _Used:
@@ -262,8 +285,7 @@ class _Used:
             if lookup.gather is not None:
                 found[lookup.gather] = Instead([table, lookup.indices], self._looking_up(lookup))
             if lookup.scatter is not None and lookup.updates is not None:
-                compute = self._dense(lookup) if reading.dense else _nothing
-                found[lookup.scatter] = Instead([lookup.indices, lookup.updates], compute)
+                found[lookup.scatter] = Instead([lookup.indices, lookup.updates], _nothing)
         for operation in reading.update:
             operands = [each for atom in operation.operands for each in _read_of(atom)]
             found[operation] = Instead(operands, _nothing)
@@ -314,18 +336,6 @@ class _Used:
         """The gradients of a lookup's rows, padded as `_placed` pads its ids."""
         updates = padded_at_the_end(updates, {0: ids.shape[0] - updates.shape[0]})
         return updates.reshape(-1, updates.shape[-1])
-
-    def _dense(self, lookup: RowLookup) -> Callable:
-        def compute(arrays: list) -> list:
-            indices, updates = arrays
-            ids, route = self._route(lookup, indices)
-            _, exchange = self._placed(ids)
-            gradient = self._mapped(
-                exchange.dense, (self._batch, self._of_routes, self._updates), self._split.layout
-            )(ids, route, self._gradients(ids, updates))
-            return [gradient]
-
-        return compute
 
     def updated(self, value: Callable) -> dict[int, Any]:
         """The new values of the table and its slots, by the `id` of their atoms in the step.

@@ -36,6 +36,12 @@ def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bo
     For many ids the compiler gathers the table and sums its whole gradient. For few ids it looks up
     each id on all devices and sums the results.
 
+    Args:
+        split: The table's layout.
+        ids: The number of ids of a step, on all devices.
+        item_bytes: Bytes of one number in the dtype of the lookup.
+        trains: Whether the table gets a gradient.
+
     Example:
 
     >>> import jax
@@ -67,7 +73,14 @@ class StepLookups(NamedTuple):
 
 
 def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: StepLookups) -> bool:
-    """Whether an exchange of features takes less time, for a table on any mesh."""
+    """Whether an exchange of features takes less time, for a table on any mesh.
+
+    Args:
+        shape: The table's rows and width.
+        ways: The number of parts of the table.
+        by_rows: Whether its rows are split.
+        lookups: The lookups of a step in it.
+    """
     (rows, width), (ids, item_bytes, trains) = shape, lookups
     exchanged = (ids * width + (rows * width if by_rows else 0)) * item_bytes / ways
     by_width = (1 + trains) * (BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)
@@ -77,7 +90,11 @@ def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: St
 
 
 def trouble(split: TableSplit) -> str:
-    """Why a table cannot be used by its width, or `""`."""
+    """Why a table cannot be used by its width, or `""`.
+
+    Args:
+        split: The table's layout.
+    """
     others = [name for name in (*split.rows, *split.columns) if name not in split.batch]
     if others:
         return f"it is split over {others}, which do not split the batch"
@@ -90,7 +107,13 @@ def trouble(split: TableSplit) -> str:
 
 
 def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
-    """The operation that reads a table besides lookups and the optimizer's update, or `""`."""
+    """The operation that reads a table besides lookups and the optimizer's update, or `""`.
+
+    Args:
+        graph: The step.
+        table: The position of the table among its inputs.
+        reading: How the step uses it.
+    """
     values, gathers = {id(graph.inputs[table])}, {lookup.gather for lookup in reading.lookups}
     shape = graph.inputs[table].shape
     for operation in graph.needed({}):
@@ -106,7 +129,13 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
 
 
 class ByWidth:
-    """A table that a step uses by its width."""
+    """A table that a step uses by its width.
+
+    Args:
+        split: The table's layout.
+        path: The table's path, for profiles.
+        reading: How the step uses it.
+    """
 
     def __init__(self, split: TableSplit, path: str, reading: Reading):
         self._split, self._reading = split, reading
@@ -126,7 +155,11 @@ class ByWidth:
         return found
 
     def updated(self, value: Callable) -> dict[int, Any]:
-        """Nothing: the step's own update gets a complete gradient."""
+        """Nothing: the step's own update gets a complete gradient.
+
+        Args:
+            value: Not used.
+        """
         return {}
 
     def _stored(self, table: Any) -> Any:
@@ -187,8 +220,12 @@ class ByWidth:
 
 
 def ids_of(reading: Reading) -> int:
-    """The number of ids that a step looks up in a table."""
-    return sum(math.prod(lookup.indices.shape) for lookup in reading.lookups)
+    """The number of ids that a step looks up in a table.
+
+    Args:
+        reading: How the step uses it.
+    """
+    return sum(math.prod(lookup.indices.shape) for lookup in reading.lookups if lookup.gather)
 
 
 def _axes(split: TableSplit) -> tuple[str, ...]:

@@ -30,7 +30,11 @@ def aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one(device: Any) -> Iterator[None]:
-    """A context in which Keras and JAX compute on one device, without a distribution."""
+    """A context in which Keras and JAX compute on one device, without a distribution.
+
+    Args:
+        device: A `jax.Device` of this process.
+    """
     with _keras.without_distribution(), jax.default_device(device):
         yield
 

@@ -16,12 +16,20 @@ from keras_tpu_dist.training.protocol import Strategy
 
 @dataclass(frozen=True)
 class Given(Inputs):
-    """The caller's description of the batch."""
+    """The caller's description of the batch.
+
+    Args:
+        batch_size: Rows for all devices together, or `None`.
+    """
 
     batch_size: int | None = None
 
     def rows(self, strategy: Strategy) -> int:
-        """Rows of the batch: by default two for each part and one more, an uneven batch."""
+        """Rows of the batch: by default two for each part and one more, an uneven batch.
+
+        Args:
+            strategy: The strategy.
+        """
         if self.batch_size is not None:
             return self.batch_size
         parts = strategy.num_replicas_in_sync
@@ -42,8 +50,10 @@ def values(
     """A step's batch on the host, `(x, y, sample_weight)` or shorter.
 
     Args:
+        model: The model.
         described: The batch as `jax.ShapeDtypeStruct`, from `tools.dryrun.inputs.described_batch`.
         given: The caller's data; random numbers replace missing parts.
+        placer: Finds the batch dimension.
         number: Which batch; the caller's rows are used in turn.
     """
     rng = np.random.default_rng(number)
@@ -84,7 +94,9 @@ def _drawn(rng: Any, model: keras.Model, described: tuple, classes: list[int]) -
         structure, [_input(rng, leaf, tokens, name) for name, leaf in named]
     )
     leaves, structure = jax.tree.flatten(y)
-    targets = [_target(rng, leaf, n) for leaf, n in zip(leaves, classes or [2] * len(leaves))]
+    targets = [
+        _target(rng, leaf, n) for leaf, n in zip(leaves, classes or [2] * len(leaves), strict=True)
+    ]
     weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), weight)
     return inputs, jax.tree.unflatten(structure, targets), weights
 

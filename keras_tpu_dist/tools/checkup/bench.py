@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.printed import Printed
-from keras_tpu_dist.hardware.chips import Chip, of_kind
 from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.protocol import Strategy
@@ -25,7 +24,7 @@ class Job(Printed):
     """The purpose of a launch.
 
     Args:
-        kind: `"product"`, `"all-reduce"`, `"step"`, `"matrix units"`, and so on.
+        kind: `"product"`, `"all-reduce"`, `"step"` and so on.
         axis: The mesh axis of a collective, or `""`.
         dtype: The dtype of the computation, or `""`.
     """
@@ -45,13 +44,22 @@ class HangError(RuntimeError):
 
 
 class Launcher:
-    """Starts programs and waits for their results. Tests replace it to simulate faulty devices."""
+    """Starts programs and waits for their results. Tests replace it to simulate faulty devices.
+
+    Args:
+        patience_s: Seconds after which a launch counts as hanging.
+    """
 
     def __init__(self, patience_s: float = HANGS_AFTER_S):
         self.patience_s = patience_s
 
     def run(self, job: Job, program: Callable[..., Any], *args: Any) -> Any:
         """Runs a program, and returns its outputs when they are ready.
+
+        Args:
+            job: The purpose of the launch.
+            program: A compiled function.
+            args: Its arguments.
 
         Raises:
             HangError: If it takes longer than `patience_s`, without its compilation.
@@ -73,16 +81,17 @@ class Launcher:
             raise failed[0]
         return outputs
 
-    def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
-        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs."""
-        begin = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        return time.perf_counter() - begin
-
 
 @dataclass
 class Bench:
-    """The state that the parts of one check share."""
+    """The state that the parts of one check share.
+
+    Args:
+        strategy: The strategy.
+        launches: Starts programs.
+        minutes: The time limit.
+        began: When the check began, in seconds of `time.monotonic()`.
+    """
 
     strategy: Strategy
     launches: Launcher
@@ -110,11 +119,6 @@ class Bench:
         return self.devices[0].platform
 
     @property
-    def chip(self) -> Chip | None:
-        """The specification of this TPU, or `None` if these are other devices."""
-        return of_kind(self.devices[0].device_kind) if self.platform == "tpu" else None
-
-    @property
     def row(self) -> Mesh:
         """All devices as a mesh of one axis, `"device"`."""
         return auto_mesh(np.asarray(self.devices, dtype=object), ("device",))
@@ -131,6 +135,7 @@ class Bench:
 
         Args:
             what: A description of the value, the same words in all processes.
+            value: The value of this process, plain data.
             reduce: A function from the list of values to plain data; by default the list itself.
         """
         if self.strategy.placer.is_local:
@@ -143,13 +148,19 @@ class Bench:
 
         Args:
             what: A description of the results, the same words in all processes.
+            mine: The results of this process by name.
         """
         return self.agreed(
             what, dict(mine), lambda every: {k: v for one in every for k, v in one.items()}
         )
 
     def by_device(self, what: str, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """Joins the results of all processes for their devices."""
+        """Joins the results of all processes for their devices.
+
+        Args:
+            what: A description of the results, the same words in all processes.
+            mine: The results of this process by device id.
+        """
         plain = {str(number): value for number, value in mine.items()}
         return {int(number): value for number, value in self.by_name(what, plain).items()}
 
@@ -158,6 +169,7 @@ class Bench:
 
         Args:
             what: A description of the devices, the same words in all processes.
+            mine: The ids that this process reports.
         """
         return sorted(self.by_device(what, dict.fromkeys(mine, True)))
 
@@ -166,6 +178,7 @@ def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
     """An array with one row on every device.
 
     Args:
+        mesh: The mesh.
         array: A function from a device's position in the mesh to its row.
     """
     first = array(0)
@@ -178,23 +191,31 @@ def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
 
 
 def rows_of(array: jax.Array) -> dict[int, np.ndarray]:
-    """The parts of an array on the devices of this process, by device id."""
+    """The parts of an array on the devices of this process, by device id.
+
+    Args:
+        array: An array in any layout.
+    """
     return {part.device.id: np.asarray(part.data) for part in array.addressable_shards}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are equal bit by bit, including NaN and the sign of zero."""
+    """Whether two arrays are equal bit by bit, including NaN and the sign of zero.
+
+    Args:
+        a: An array.
+        b: Another one.
+    """
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def odd_ones(marks: dict[int, Any]) -> list[int]:
-    """The devices whose mark differs from the majority; all of them if there is no majority."""
+    """The devices whose mark differs from the majority; all of them if there is no majority.
+
+    Args:
+        marks: A mark, such as a checksum, for every device.
+    """
     values = list(marks.values())
     usual = max(values, key=values.count, default=None)
     known = 2 * values.count(usual) > len(values)
     return sorted(number for number, mark in marks.items() if not known or mark != usual)
-
-
-def median(values: Iterable[float]) -> float:
-    """The median of some numbers."""
-    return float(np.median(list(values)))

@@ -51,6 +51,7 @@ def tolerance(platform: str, dtype: str = "float32") -> float:
 
     Args:
         platform: `"tpu"`, `"cpu"` or `"gpu"`.
+        dtype: The dtype of the computation.
     """
     if dtype in ("bfloat16", "float16"):
         return _BFLOAT16
@@ -115,6 +116,8 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
     A NaN or an infinity in the same place of both is no difference.
 
     Args:
+        found: An array.
+        expected: The expected array.
         scale: The largest value of the whole array, if these are parts of it.
     """
     found, expected = _wide(found), _wide(expected)
@@ -128,7 +131,11 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
 
 
 def largest(array: Any) -> float:
-    """The largest absolute value of an array, of those that are finite."""
+    """The largest absolute value of an array, of those that are finite.
+
+    Args:
+        array: The array.
+    """
     wide = _wide(array)
     return float(np.max(np.abs(wide), initial=0.0, where=np.isfinite(wide)))
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, rows_of, spread
-from keras_tpu_dist.tools.checkup.report import RIGHT, CheckPart, Problem, numbered
+from keras_tpu_dist.tools.checkup.report import CheckPart, Problem, numbered
 
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "permute")
 # The number of values per piece, so that links carry more than one packet.
@@ -18,17 +18,21 @@ _WIDTH = 256
 
 
 def collectives(bench: Bench) -> CheckPart:
-    """Checks that every device receives the right pieces from the right devices."""
+    """Checks that every device receives the right pieces from the right devices.
+
+    Args:
+        bench: The check's shared state.
+    """
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
-        return CheckPart("collectives", RIGHT, left_out="one device exchanges nothing")
+        return CheckPart("collectives", left_out="one device exchanges nothing")
     problems: list[Problem] = []
     for axis in axes:
         for kind in (*SUMS, *MOVES):
             problems += _over(bench, kind, axis)
     kinds = ", ".join((*SUMS, *MOVES))
     end = "" if problems else ": each part comes from its sender"
-    return CheckPart("collectives", RIGHT, f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
+    return CheckPart("collectives", f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
 
 
 class Wrong(NamedTuple):
@@ -36,6 +40,7 @@ class Wrong(NamedTuple):
 
     Args:
         sender: The id of the device whose values are missing or wrong, if known.
+        words: What the device got.
         itself: Whether the receiving device itself may have changed the values.
     """
 

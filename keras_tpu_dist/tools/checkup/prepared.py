@@ -15,7 +15,7 @@ from keras_tpu_dist.tools.checkup.aside import on_one
 from keras_tpu_dist.tools.checkup.batch import Given, values
 from keras_tpu_dist.tools.checkup.bench import Bench
 from keras_tpu_dist.tools.checkup.bounds import State
-from keras_tpu_dist.tools.dryrun.build import Subject, described, fresh_optimizer
+from keras_tpu_dist.tools.dryrun.build import Subject, described
 from keras_tpu_dist.training.step import jitted_step
 
 
@@ -40,7 +40,11 @@ class Prepared:
 
 
 def why_not(model: keras.Model) -> str:
-    """Why a model's step cannot be checked, or `""`."""
+    """Why a model's step cannot be checked, or `""`.
+
+    Args:
+        model: The model.
+    """
     if not model.compiled or getattr(model, "optimizer", None) is None:
         return "the model is not compiled"
     if not _keras.is_built(model):
@@ -61,13 +65,16 @@ def prepared(
     """Prepares a launch of a model's training on the mesh.
 
     Args:
+        bench: The check's shared state.
         model: A model for which `why_not` returns `""`.
+        given: Its batch.
         optimizer: A built optimizer to use in the step. By default the model's own, or a copy of
             it if it is not built.
+        steps: The number of steps in the launch.
     """
     strategy, own = bench.strategy, model.optimizer
     if optimizer is None and not own.built:
-        optimizer = fresh_optimizer(own)
+        optimizer = _keras.fresh_optimizer(own)
         optimizer.build(model.trainable_variables)
     model.optimizer = own if optimizer is None else optimizer
     try:

@@ -14,7 +14,6 @@ from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, rows_of, sa
 from keras_tpu_dist.tools.checkup.bounds import precision
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
-    RIGHT,
     CheckPart,
     Problem,
     corrupts,
@@ -44,8 +43,12 @@ class Kind:
     """A kind of product.
 
     Args:
+        words: Its name in reports.
+        dtype: The operands' dtype.
+        result: The result's dtype.
         precision: A `jax.lax.Precision`, or `None` for the configured one.
         lost: The relative error from rounding operands; 0 if they are not rounded.
+        exact: Whether the result is exact, as for integers.
     """
 
     words: str
@@ -60,6 +63,9 @@ class Kind:
 
         The error of a float32 sum is at most the number of terms times the unit roundoff, in any
         order of summation: Higham, "Accuracy and stability of numerical algorithms", 3.1.
+
+        Args:
+            terms: The number of terms of a sum.
         """
         return 0.0 if self.exact else self.lost + (terms + 2) * _U32
 
@@ -85,7 +91,11 @@ def kinds(platform: str) -> list[Kind]:
 
 
 def products(bench: Bench) -> CheckPart:
-    """Compares a product in each dtype, on each device, with float64 on the host."""
+    """Compares a product in each dtype, on each device, with float64 on the host.
+
+    Args:
+        bench: The check's shared state.
+    """
     size = 512 if bench.platform == "tpu" else 192
     problems: list[Problem] = []
     figures: dict[str, Any] = {}
@@ -97,7 +107,7 @@ def products(bench: Bench) -> CheckPart:
     words = f"{names}: same as float64 within rounding, same bits when repeated and on all devices"
     if problems:
         words = f"{names}, compared with float64, twice on every device"
-    return CheckPart("products", RIGHT, words, tuple(problems), figures)
+    return CheckPart("products", words, tuple(problems), figures)
 
 
 def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]:

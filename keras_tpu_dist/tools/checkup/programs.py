@@ -17,7 +17,7 @@ from keras_tpu_dist.hardware.versions import TpuFault, libtpu_version, tpu_fault
 from keras_tpu_dist.tools.checkup.aside import aside, in_float32
 from keras_tpu_dist.tools.checkup.batch import NOTHING
 from keras_tpu_dist.tools.checkup.bench import Bench
-from keras_tpu_dist.tools.checkup.report import RIGHT, CheckPart, Problem
+from keras_tpu_dist.tools.checkup.report import CheckPart, Problem
 from keras_tpu_dist.tools.checkup.step import compared
 
 _STEPS = 4
@@ -51,7 +51,7 @@ def programs(
         words += f": the same as on one device within {off:.0e}, same bits when repeated"
     if bench.platform == "tpu":
         problems += map(_known, (f for f in tpu_faults(libtpu_version()) if not f.passes))
-    return CheckPart("programs", RIGHT, words, tuple(problems), differences)
+    return CheckPart("programs", words, tuple(problems), differences)
 
 
 def _known(fault: TpuFault) -> Problem:

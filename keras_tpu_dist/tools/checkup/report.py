@@ -1,4 +1,4 @@
-"""The result of a check: correct parts, problems and their fixes, measurements."""
+"""The result of a check: correct parts, problems and their fixes."""
 
 import html
 import math
@@ -7,13 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from keras_tpu_dist.common.printed import Printed
-from keras_tpu_dist.hardware.calibration import Calibration
-from keras_tpu_dist.show.colours import NONE
-from keras_tpu_dist.show.page import Report, Table, TableCell, bar
+from keras_tpu_dist.show.page import Report, Table
 from keras_tpu_dist.show.text import duration_text
-from keras_tpu_dist.tools.checkup.calibrated import calibration_of, chip_of
 
-RIGHT, FAST = "right", "fast"
 # The number of problems to show for one part; the others are counted.
 _MOST_SHOWN = 4
 # The fix for a faulty device.
@@ -54,10 +50,9 @@ class CheckPart(Printed):
 
     Args:
         name: Its name, such as `"products"`.
-        kind: `"right"` or `"fast"`.
         words: The result in a line.
         problems: The problems.
-        figures: The measurements, as plain data.
+        figures: The differences, as plain data.
         left_out: Why the part did not run, or `""`.
         no_time: Whether it did not run because too little time remained.
         seconds: How long it took.
@@ -65,7 +60,6 @@ class CheckPart(Printed):
     """
 
     name: str
-    kind: str
     words: str = ""
     problems: tuple[Problem, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
@@ -151,32 +145,6 @@ class Check(Report):
         """
         return {part.name: part for part in self.parts}[name]
 
-    def calibration(self, *, source: str = "") -> Calibration:
-        """The measurements, for `dry_run(calibration=)` and `search(calibration=)`.
-
-        The rates are those of one device, the median of all devices.
-
-        Args:
-            source: Where and when you measured, in a few words. Defaults to the devices, without a
-                time.
-
-        Returns:
-            A `Calibration`; its `save` writes it to a file.
-
-        Raises:
-            ValueError: If this is not a known TPU.
-
-        Example:
-
-        >>> check = ktd.TPUStrategy().check()  # doctest: +SKIP
-        >>> check.calibration().save("v5e.json")  # doctest: +SKIP
-        """
-        return calibration_of(
-            chip_of(self.device_kind),
-            {part.name: part.figures for part in self.parts},
-            source or f"a check of {self._devices()}",
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """The whole result as plain data, to store or send."""
         return {
@@ -203,7 +171,7 @@ class Check(Report):
         names = ", ".join(part.name for part in missed[:_MOST_MISSED])
         more = len(missed) - _MOST_MISSED
         names += f" and {more} more" if more > 0 else ""
-        if self.ok and self._is_part:
+        if self.ok:
             words = "nothing wrong so far" if self._ran else "nothing checked"
         return f"{words}, no time for {names}"
 
@@ -213,8 +181,8 @@ class Check(Report):
 
     @property
     def _is_part(self) -> bool:
-        """Whether too little time remained for a part that says what is correct."""
-        return any(part.no_time and part.kind == RIGHT for part in self.parts)
+        """Whether too little time remained for a part."""
+        return any(part.no_time for part in self.parts)
 
     def _took(self) -> str:
         return f"{duration_text(self.seconds)} of {self.minutes:g} min"
@@ -225,11 +193,10 @@ class Check(Report):
         return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh}){several}"
 
     def _tables(self) -> Iterator[Table]:
-        for kind, head in ((RIGHT, "is it correct?"), (FAST, "is it fast?")):
-            ran = [part for part in self.parts if part.kind == kind and not part.left_out]
-            rows = [(part.name, part.words if part.ok else f"WRONG. {part.words}") for part in ran]
-            if rows:
-                yield Table("", (head, ""), rows)
+        ran = [part for part in self.parts if not part.left_out]
+        rows = [(part.name, part.words if part.ok else f"WRONG. {part.words}") for part in ran]
+        if rows:
+            yield Table("", ("is it correct?", ""), rows)
 
     def _lines(self) -> Iterator[str]:
         for part in self.parts:
@@ -249,42 +216,16 @@ class Check(Report):
             f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>'
         )
 
-    def _below(self) -> list[str]:
-        """The measurements of every device."""
-        rates = {
-            f"{part.name}{'' if kind == part.name else f', {kind}'} ({unit})": every
-            for part in self.parts
-            if (unit := _BY_DEVICE.get(part.name))
-            for kind, every in part.figures.items()
-        }
-        numbers = sorted({int(number) for every in rates.values() for number in every})
-        most = {name: max(every.values()) for name, every in rates.items()}
-        rows = [
-            [
-                TableCell(str(number), number),
-                *(_rate_cell(every.get(str(number)), most[name]) for name, every in rates.items()),
-            ]
-            for number in numbers
-        ]
-        return [Table("every device", ("device", *rates), rows).section()] if rows else []
-
 
 _MOST_MISSED, _MOST_NAMED = 3, 8  # parts that the verdict names, devices that a problem names
 
 
-# Parts that measure each device, with the unit of a billion.
-_BY_DEVICE = {"matrix units": "GFLOP/s", "memory": "GB/s", "host transfer": "GB/s"}
-
-
-def _rate_cell(rate: float | None, most: float) -> TableCell:
-    if rate is None:
-        return TableCell("-")
-    text = f"{rate / 1e9:,.1f}"
-    return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
-
-
 def joined(parts: Sequence[CheckPart]) -> CheckPart:
-    """Joins the results of one part from several processes."""
+    """Joins the results of one part from several processes.
+
+    Args:
+        parts: The results, by process.
+    """
     found: dict[Problem, list[int]] = {}
     for process, part in enumerate(parts):
         for problem in part.problems:
@@ -311,7 +252,12 @@ def _of_processes(problem: Problem, who: list[int]) -> Problem:
 
 
 def corrupts(what: str, devices: list[int]) -> Problem:
-    """The problem of silent data corruption: a repeated computation gives different bits."""
+    """The problem of silent data corruption: a repeated computation gives different bits.
+
+    Args:
+        what: The computation.
+        devices: The ids of the devices.
+    """
     return Problem(
         f"{numbered(devices)}: {what}, computed twice, has different bits",
         "Silent data corruption: the chip or its memory is faulty.",
@@ -323,6 +269,9 @@ def corrupts(what: str, devices: list[int]) -> Problem:
 def numbered(ids: Iterable[int]) -> str:
     """Names devices by their ids.
 
+    Args:
+        ids: The ids.
+
     Example:
 
     >>> numbered([3]), numbered([5, 1])
@@ -332,7 +281,13 @@ def numbered(ids: Iterable[int]) -> str:
 
 
 def counted(one: str, several: str, ids: Iterable[int]) -> str:
-    """Names things by their numbers."""
+    """Names things by their numbers.
+
+    Args:
+        one: The singular.
+        several: The plural.
+        ids: The numbers.
+    """
     every = sorted(ids)
     named = ", ".join(map(str, every[:_MOST_NAMED]))
     more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""

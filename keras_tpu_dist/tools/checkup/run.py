@@ -17,10 +17,8 @@ from keras_tpu_dist.tools.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.tools.checkup.collectives import collectives
 from keras_tpu_dist.tools.checkup.products import products
 from keras_tpu_dist.tools.checkup.programs import programs
-from keras_tpu_dist.tools.checkup.rates import links, matrix_units, memory, transfers
-from keras_tpu_dist.tools.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
+from keras_tpu_dist.tools.checkup.report import Check, CheckPart, Problem, joined
 from keras_tpu_dist.tools.checkup.step import own_step
-from keras_tpu_dist.tools.checkup.timing import own_step_time
 from keras_tpu_dist.training.protocol import Strategy
 
 _VERSIONS = ("keras_tpu_dist", "keras", "jax", "jaxlib", "libtpu")
@@ -31,30 +29,29 @@ class Planned:
     """A part to run.
 
     Args:
-        kind: `"right"` or `"fast"`.
+        name: Its name.
+        run: The function that runs it.
         seconds: Approximately the longest time it takes; it is left out if less time remains.
     """
 
     name: str
-    kind: str
     run: Callable[[Bench], CheckPart]
     seconds: float
 
 
 def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
-    """All parts, in order."""
-    own = [Planned("step", RIGHT, partial(own_step, model=model, given=given), 20.0)]
-    timed = [Planned("step time", FAST, partial(own_step_time, model=model, given=given), 10.0)]
+    """All parts, in order.
+
+    Args:
+        model: The user's model, or `None`.
+        given: Its batch.
+    """
+    own = [Planned("step", partial(own_step, model=model, given=given), 20.0)]
     return [
-        Planned("products", RIGHT, products, 10.0),
-        Planned("collectives", RIGHT, collectives, 20.0),
+        Planned("products", products, 10.0),
+        Planned("collectives", collectives, 20.0),
         *(own if model is not None else []),
-        Planned("programs", RIGHT, programs, 40.0),
-        Planned("matrix units", FAST, matrix_units, 5.0),
-        Planned("memory", FAST, memory, 5.0),
-        Planned("host transfer", FAST, transfers, 5.0),
-        Planned("links", FAST, links, 10.0),
-        *(timed if model is not None else []),
+        Planned("programs", programs, 40.0),
     ]
 
 
@@ -68,6 +65,9 @@ def run_check(
     """Runs parts of a check.
 
     Args:
+        strategy: The strategy.
+        todo: The parts.
+        minutes: The time limit.
         launches: Starts programs; tests pass one with faulty devices.
         only: The names of the parts to run; by default all.
     """
@@ -100,7 +100,7 @@ def _run(bench: Bench, step: Planned) -> CheckPart:
     if left < step.seconds:
         why = f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s remained"
         return replace(_left_out(step, why), no_time=True)
-    begin, part = time.monotonic(), CheckPart(step.name, step.kind)
+    begin, part = time.monotonic(), CheckPart(step.name)
     try:
         part = _ran(bench, step)
         part = _of_all(bench, f"the result of {step.name}", part)
@@ -121,7 +121,7 @@ def _ran(bench: Bench, step: Planned) -> CheckPart:
         raise
     except Exception as error:
         problem, hangs = _raised(step, error), isinstance(error, HangError)
-        return CheckPart(step.name, step.kind, "ended with an error", (problem,), hangs=hangs)
+        return CheckPart(step.name, "ended with an error", (problem,), hangs=hangs)
 
 
 def _of_all(bench: Bench, what: str, part: CheckPart) -> CheckPart:
@@ -136,7 +136,7 @@ def _of_all(bench: Bench, what: str, part: CheckPart) -> CheckPart:
 
 
 def _left_out(step: Planned, why: str) -> CheckPart:
-    return CheckPart(step.name, step.kind, left_out=why)
+    return CheckPart(step.name, left_out=why)
 
 
 def _raised(step: Planned, error: Exception) -> Problem:

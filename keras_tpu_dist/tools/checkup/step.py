@@ -18,7 +18,6 @@ from keras_tpu_dist.tools.checkup.bounds import State, allowed, gap, is_half, la
 from keras_tpu_dist.tools.checkup.prepared import Prepared, on_one_device, prepared
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
-    RIGHT,
     CheckPart,
     Problem,
     corrupts,
@@ -78,20 +77,26 @@ class Compared:
 
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
-    """Compares a training step of the user's model on the mesh with the same step on one device."""
+    """Compares a training step of the user's model on the mesh with the same step on one device.
+
+    Args:
+        bench: The check's shared state.
+        model: The user's model; it does not change.
+        given: The batch.
+    """
     # A `train_step` of the model's own class may use its optimizer in any way.
     own = type(model).train_step is not keras.Model.train_step
     found = compared(bench, model, given, gradients=not own)
     if found.why_not:
         words = f"same bits when repeated; not compared with one device: {found.why_not}"
-        return CheckPart("step", RIGHT, words)
+        return CheckPart("step", words)
     rows, count = given.rows(bench.strategy), len(model.trainable_variables)
     words = f"{model.name}, {rows} rows: loss and {count} gradients"
     if not found.problems:
         off = f"{found.difference:.0e}"
         words += f" the same as on one device within {off}, same bits when repeated"
     figures = {"largest difference": found.difference}
-    return CheckPart("step", RIGHT, words, found.problems, figures)
+    return CheckPart("step", words, found.problems, figures)
 
 
 def compared(

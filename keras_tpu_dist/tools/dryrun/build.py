@@ -1,7 +1,7 @@
 """From a user's build function to a lowered step, without memory for weights."""
 
 import contextlib
-import copy
+import functools
 import operator
 import pickle
 import time
@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import one_of
 from keras_tpu_dist.common.errors import message, value_error
+from keras_tpu_dist.common.left_out import counted
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.common.sizes import bytes_per_device
-from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
@@ -127,16 +127,22 @@ class Lowered(ToCompile):
 
     Args:
         mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
+        state: Bytes on one device.
+        parameters: Number of the model's weights.
+        rows: Rows of the batch.
         tokens: Elements of the first integer input that has a time axis, else 0.
+        layer_names: Names of the model's layers.
         overstated: Whether the program has loops or convolutions. Quick compilation reports up to
             three times too much memory for these.
         steps: How many steps the program has: a launch of `fit`.
         ready_bytes: Bytes on one device of further batches, which training transfers ahead.
-        model_flops: Operations of the matrix products on all devices; for training, three times
-            those of the forward pass, without recomputation.
+        seconds: Time to build and lower.
+        findings: Mistakes in the layouts.
+        notes: Assumptions.
+        model_flops: Operations of the matrix products on all devices, those for gradients
+            included, without recomputation.
         hidden_flops: Those of them that causal masks hide.
         tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
-        calibration: Measurements on such chips; the chip of `topology` has their rates.
         levers: What could be changed, for training.
     """
 
@@ -155,22 +161,8 @@ class Lowered(ToCompile):
     model_flops: float = 0.0
     hidden_flops: float = 0.0
     tokens_loop: TokenLoop | None = None
-    calibration: Calibration | None = None
     launch: Launch | None = None
     levers: Levers | None = None
-
-    def calibrated(self, calibration: Calibration | None) -> "Lowered":
-        """The same step with the measured rates."""
-        if calibration is None:
-            return self
-        if self.topology is None:
-            raise value_error(
-                "A calibration needs a TPU slice and the TPU compiler.",
-                received={"calibration": str(calibration), "mesh": dict(self.axes)},
-                fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
-            )
-        applied = calibration.applied(self.topology)
-        return replace(self, topology=applied, calibration=calibration)
 
     @property
     def mesh(self) -> Mesh:
@@ -230,9 +222,9 @@ def lower(
             held = state_bytes(state, kind, placed)
             ahead = ahead if steps == 1 else held.inputs  # of the next launch
         rows = operator.index(step.batch_size)
-        exported = export_step(program, state, placed, platform)
-        notes += [f"{path}: {words}" for path, words in head.described(model).items()]
-        flops = _flops(model, batch, mode, notes)
+        with _compiled_by_keras(model):
+            exported = export_step(program, state, placed, platform)
+        figures = _figures(model, step, batch, steps, notes)
         return Lowered(
             mode=mode,
             program=pickled(exported),
@@ -248,16 +240,28 @@ def lower(
             steps=steps,
             ready_bytes=ahead,
             seconds=time.perf_counter() - started,
-            findings=strategy.lint(model, batch_size=rows).findings,
-            model_flops=flops.full,
-            hidden_flops=flops.hidden,
             notes=tuple(notes),
             tokens_loop=loop,
-            levers=levers_of(model, strategy, batch, steps) if mode == "train" else None,
+            **figures,
             launch=_launch(program, state, placed, exported, batch) if to_run else None,
             whole=whole_rows_of(lambda: program, (state, placed), platform, exported),
             **of_platform(strategy, platform),
         )
+
+
+@contextlib.contextmanager
+def _compiled_by_keras(model: keras.Model) -> Iterator[None]:
+    """Says why a step cannot be traced if `fit` would not compile it either."""
+    try:
+        yield
+    except Exception as error:  # from layers: anything
+        for path, words, fix in _keras.why_eager(model):
+            raise value_error(
+                "A dry run compiles the step. fit would not: it launches each operation by itself.",
+                received=f"{path}: {words}",
+                fix=fix,
+            ) from error
+        raise
 
 
 def _steps_of(model: keras.Model) -> int:
@@ -281,6 +285,10 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
     """A model without memory, with the layouts of training under the strategy, and its batch's
     shapes.
 
+    Args:
+        step: The model, its strategy, mode, rows and inputs.
+        notes: Assumptions are appended here.
+
     Yields:
         The model and the batch, of `jax.ShapeDtypeStruct`.
     """
@@ -302,6 +310,32 @@ def described(step: Subject, notes: list[str]) -> Iterator[tuple[keras.Model, tu
         yield model, batch
 
 
+def _figures(
+    model: keras.Model, step: Subject, batch: tuple, steps: int, notes: list[str]
+) -> dict[str, Any]:
+    """What the report of a step counts beside the compiler; what fails is a note."""
+    strategy, rows = step.strategy, operator.index(step.batch_size)
+    heads = counted("heads in pieces", lambda: head.described(model), {}, notes.append)
+    notes += [f"{path}: {words}" for path, words in heads.items()]
+    flops = _flops(model, batch, step.mode, notes)
+    levers = None
+    if step.mode == "train":
+        count = functools.partial(levers_of, model, strategy, batch, steps)
+        levers = counted("what to change", count, None, notes.append)
+    findings = counted(
+        "mistakes in the layouts",
+        lambda: strategy.lint(model, batch_size=rows).findings,
+        (),
+        notes.append,
+    )
+    return {
+        "findings": findings,
+        "model_flops": flops.full,
+        "hidden_flops": flops.hidden,
+        "levers": levers,
+    }
+
+
 def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> ModelFlops:
     """Operations of a step's matrix products by the model's formula, 0 if unknown."""
     if mode == "generate":  # the operations for a token are not those of a call on the prompt
@@ -309,7 +343,13 @@ def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> Mod
     if type(model).call is keras.Model.call:
         notes.append("the model has no call(), so the operations of its formula are not known")
         return ModelFlops(0.0, 0.0)
-    return model_flops(model, batch, mode)
+    # `fit` need not call the model on its x: a step of the model's own may make other inputs.
+    return counted(
+        "model FLOPs utilisation",
+        lambda: model_flops(model, batch, mode),
+        ModelFlops(0.0, 0.0),
+        notes.append,
+    )
 
 
 @contextlib.contextmanager
@@ -357,25 +397,10 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
         try:
             with strategy.scope(), _keras.abstract_variables():
                 if optimizer is not None and not optimizer.built:
-                    model.optimizer = fresh_optimizer(optimizer)
+                    model.optimizer = _keras.fresh_optimizer(optimizer)
                 yield
         finally:
             model.optimizer = optimizer
-
-
-def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A copy to build, whatever arguments its class takes: only lists and variables are copied."""
-    # Not from its config: a custom optimizer may have none, or take other arguments.
-    copied = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
-    memo[id(optimizer)] = copied
-    for value in vars(optimizer).values():
-        if isinstance(value, keras.optimizers.Optimizer):
-            memo[id(value)] = fresh_optimizer(value)
-        elif isinstance(value, keras.Layer):
-            memo[id(value)] = value
-    vars(copied).update(copy.deepcopy(vars(optimizer), memo))
-    return copied
 
 
 def _check_built(model: keras.Model) -> None:
@@ -393,13 +418,22 @@ class NoModel(ValueError):
 
 
 def fails_anywhere(error: BaseException) -> bool:
-    """Whether a dry run failed in the user's code, so that no mesh and no layout would help."""
+    """Whether a dry run failed in the user's code, so that no mesh and no layout would help.
+
+    Args:
+        error: What the dry run raised.
+    """
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
-    own = frame is None or module.partition(".")[0] in ("keras_tpu_dist", "keras", "jax", "jaxlib")
-    return isinstance(error, NoModel) or not own
+    in_a_library = frame is None or module.partition(".")[0] in (
+        "keras_tpu_dist",
+        "keras",
+        "jax",
+        "jaxlib",
+    )
+    return isinstance(error, NoModel) or not in_a_library
 
 
 def _check_model(model: Any, mode: str) -> None:
@@ -437,7 +471,9 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
         given = membership.given_layout(variable) is not None
-        _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
+        _keras.set_layout(
+            variable, layout if given else membership.mark_as_chosen(variable, layout)
+        )
     with strategy.runner.call(member):
         yield
 
@@ -453,21 +489,21 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
     return tuple(
         [
             jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
-            for v, sharding in zip(variables, of_group)
+            for v, sharding in zip(variables, of_group, strict=True)
         ]
-        for variables, of_group in zip(groups, shardings)
+        for variables, of_group in zip(groups, shardings, strict=True)
     )
 
 
 def of_platform(strategy: Strategy, platform: str) -> dict[str, Any]:
     """The slice, and the strategy's options for the compiler; none if CPU devices replace it."""
     topology = strategy.topology or of_devices(strategy.mesh.devices)
-    found = {"topology": topology if platform == "tpu" else None}
+    arguments = {"topology": topology if platform == "tpu" else None}
     if strategy.mesh.devices.flat[0].platform != platform:
-        return found
+        return arguments
     optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)
     options = strategy.runner.compiler_options
-    return {**found, "compiler_options": options, "optional_options": optional}
+    return {**arguments, "compiler_options": options, "optional_options": optional}
 
 
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
@@ -551,7 +587,14 @@ def kernels_of(
 
 
 def export_step(step: Callable, state: Any, placed: Any, platform: str) -> jax.export.Exported:
-    """Lowers a step for a platform."""
+    """Lowers a step for a platform.
+
+    Args:
+        step: `(state, batch) -> (outputs, state)`, jitted.
+        state: The state as `jax.ShapeDtypeStruct`.
+        placed: The batch, likewise.
+        platform: `"tpu"` or `"cpu"`.
+    """
     leaves, treedef = jax.tree.flatten(placed)
 
     def flat_step(state, leaves):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 import zlib
@@ -23,6 +24,9 @@ from keras_tpu_dist.tools.dryrun import worker
 logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_BYTES = 2**30
+# The text of a program compresses to about a tenth. What compresses to less than a hundredth is
+# none, and would take a gigabyte of memory for each megabyte of its file.
+_MOST_TEXT_BYTES, _MOST_EXPANSION = 2**30, 100
 _SUFFIX = ".json.gz"
 # The folder may hold other files, which must not be removed.
 _OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
@@ -36,11 +40,13 @@ _UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error
 class Cache:
     """A folder of compilations; the least recently used one is removed first.
 
-    An entry is compressed JSON, so reading a foreign one runs no code. An entry that cannot be read
-    counts as missing. If the folder cannot be written to, nothing is stored.
+    An entry is compressed JSON of a known form, so reading a foreign one runs no code, and its text
+    is at most 100 times its file. An entry that cannot be read counts as missing. If the folder
+    cannot be written to, nothing is stored.
 
     Args:
         folder: The folder, which is created for the first entry.
+        most_bytes: Its maximal size.
     """
 
     def __init__(self, folder: str | os.PathLike, most_bytes: int = _MOST_BYTES):
@@ -70,10 +76,14 @@ class Cache:
         )
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The entry for a key, or `None`."""
+        """The entry for a key, or `None`.
+
+        Args:
+            key: From `key_of`.
+        """
         path = self._path(key)
         try:
-            entry = json.loads(gzip.decompress(path.read_bytes()))
+            entry = json.loads(_decompressed(path))
             if entry["key"] != key:
                 raise ValueError("it belongs to another program")
             with contextlib.suppress(OSError):  # a folder that others may only read
@@ -86,7 +96,12 @@ class Cache:
             return None
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
-        """Stores an entry, completely or not at all."""
+        """Stores an entry, completely or not at all.
+
+        Args:
+            key: From `key_of`.
+            value: The entry, of plain data.
+        """
         data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,8 +138,25 @@ class Cache:
             left -= size
 
 
+def _decompressed(path: Path) -> bytes:
+    """The content of a file, up to the size of a program's text: anybody may have written it."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    most = min(_MOST_TEXT_BYTES, _MOST_EXPANSION * status.st_size)
+    with gzip.open(path) as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it holds more than {most} bytes")
+    return data
+
+
 def key_of(job: Mapping[str, Any]) -> str:
-    """A key for a compilation: the program, its target, the options, and the compilers."""
+    """A key for a compilation: the program, its target, the options, and the compilers.
+
+    Args:
+        job: The job of the compiling process.
+    """
     parts = {
         **{name: part for name, part in job.items() if name != "program"},
         "program": hashlib.sha256(job["program"]).hexdigest(),

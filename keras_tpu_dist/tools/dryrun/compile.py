@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.errors import runtime_error
-from keras_tpu_dist.hardware.calibration import Calibration
+from keras_tpu_dist.common.forms import DictOf, ListOf, fits
 from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
@@ -60,6 +61,9 @@ class Compiled:
         rematerialized: Name stacks at which the partitioner gave up and gathers a whole array.
         effort: `"quick"` or `"exact"`.
         compiled_for: The slice, or `"CPU"`.
+        seconds: Wall time of the compiling process.
+        cpu_seconds: Its CPU time.
+        peak_process_bytes: Its peak memory.
         refused_options: Options that were left out, with the compiler's message about them.
     """
 
@@ -96,7 +100,6 @@ class How:
     timeout: float = 1800.0
     thorough: bool = False
     cache: Cache | None = None
-    calibration: Calibration | None = None
     progress: Callable[[str], Any] | None = None
 
 
@@ -171,7 +174,11 @@ def compile_lowered(
     """Compiles a lowered step in a new process, or reads the result from the cache.
 
     Args:
+        lowered: The step.
+        effort: `"quick"` or `"exact"`.
         timeout: Seconds after which the compiler is stopped.
+        topology: Another slice with as many devices to compile for.
+        cache: The cache of compilations, which also has their times.
 
     Returns:
         The `Compiled`; its `error` is set if the program does not fit into HBM.
@@ -212,14 +219,33 @@ def compile_lowered(
     return compiled
 
 
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_MEMORY = dict.fromkeys(
+    ("arguments", "outputs", "aliased", "temporaries", "code", "peak"), _is_amount
+)
+# Of an entry of the cache, which anybody who may write into its folder has written.
+_FORM = {
+    **dict.fromkeys(("text", "effort", "compiled_for"), str),
+    **dict.fromkeys(("seconds", "cpu_seconds", "peak_process_bytes"), _is_amount),
+    "memory": DictOf(_is_amount),
+    "error": (None, str),
+    "rematerialized": ListOf(str),
+    "refused_options": DictOf(str),
+}
+
+
 def _cached(entry: Any) -> Compiled | None:
-    """The result from a cache entry, unless another version of this package wrote it
-    differently."""
-    try:
-        known = {**entry, "rematerialized": tuple(entry["rematerialized"])}
-        return Compiled(**known)
-    except (TypeError, KeyError):
+    """The result from a cache entry, unless it has another form, as that of another version."""
+    if not fits(entry, _FORM) or set(entry) != set(_FORM):
         return None
+    # A program that does not fit has no figures of memory.
+    if not (entry["error"] or fits(entry["memory"], _MEMORY)):
+        return None
+    values = {**entry, "rematerialized": tuple(entry["rematerialized"])}
+    return Compiled(**values)
 
 
 # How XLA's messages about options begin: a value or a combination that it refuses, or an unknown
@@ -247,6 +273,9 @@ def _fix_of(error: str, lowered: ToCompile) -> str:
 def larger_twin(lowered: ToCompile) -> Topology | None:
     """The slice with as many devices and the most memory per device, to size what does not fit.
 
+    Args:
+        lowered: The step that does not fit.
+
     Returns:
         The slice, of v5p; `None` if the step is not for a TPU slice, if its own devices have as
         much memory, or if no v5p slice has as many devices.
@@ -263,7 +292,11 @@ def larger_twin(lowered: ToCompile) -> Topology | None:
 
 
 def is_about_hbm(error: str) -> bool:
-    """Whether a program was refused for the memory of its device, not for that of one kernel."""
+    """Whether a program was refused for the memory of its device, not for that of one kernel.
+
+    Args:
+        error: The compiler's message.
+    """
     return "RESOURCE_EXHAUSTED" in error and not ("vmem" in error and "hbm" not in error.lower())
 
 
@@ -275,6 +308,7 @@ def bytes_in_message(error: str, *, argument_bytes: int) -> tuple[int, ...]:
     libtpu 0.0.41 reports "Used 16.05G of 15.75G hbm", and "arguments 0B" in the table below.
 
     Args:
+        error: The compiler's message.
         argument_bytes: Bytes of the program's arguments, for messages that leave them out.
 
     Returns:

@@ -79,8 +79,6 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         kernels = a.estimate.kernels_span, b.estimate.kernels_span
         rows.append(_of_ranges("kernels", kernels[0], kernels[1], same))
         rows.append(("bound by", a.estimate.bound, b.estimate.bound, ""))
-    if a.calibration or b.calibration:
-        rows.append(("calibration", a.calibration, b.calibration, ""))
     if a.cost and b.cost:
         rows.append(_row("operations", a.cost.flops, b.cost.flops, lambda n: f"{n / 1e9:,.3f} G"))
         counts = [sum(c.times for c in cost.collectives) for cost in (a.cost, b.cost)]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.text import duration_text, span_text
 from keras_tpu_dist.tools.hlo import ProgramCost
@@ -57,8 +56,7 @@ class Estimate:
 
     `step` is the sum for the compiled program. For effort "quick" that is known to be too high, so
     reports show the range from `low` to `high`. Results of effort "exact" were found in this range
-    (`python benchmarks/dry_run.py --fit`). For "exact" both are `step`. With a calibration, they
-    are `step` times the measured factors.
+    (`python benchmarks/dry_run.py --fit`). For "exact" both are `step`.
     """
 
     compute: float
@@ -90,17 +88,13 @@ class Estimate:
         return self.kernels_low, self.kernels_high
 
 
-def estimate(
-    cost: ProgramCost,
-    topology: Topology,
-    effort: str = "exact",
-    calibration: Calibration | None = None,
-) -> Estimate:
+def estimate(cost: ProgramCost, topology: Topology, effort: str = "exact") -> Estimate:
     """Estimates a step's time from a compiled program's cost.
 
     Args:
+        cost: The program's cost on one device in one step.
+        topology: The slice, for its peak rates, HBM bandwidth and clock.
         effort: `"quick"` or `"exact"`: how hard the compiler tried.
-        calibration: The measurements; `topology` already has their rates.
 
     References:
         - Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
@@ -123,7 +117,6 @@ def estimate(
         bound = "kernels"
     step = max(kernels + exposed, *bounds.values())
     dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
-    factor = None if calibration is None else calibration.factor(effort)
     least = cycles / times_too_high[1] + roofline
     most = cycles / times_too_high[0] + roofline / _LEAST_OF_ROOFLINE
     # An "exact" program has less traffic: the traffic of a quick one is no lower bound; and it may
@@ -131,10 +124,6 @@ def estimate(
     quick = effort == "quick"
     low = max(least, compute, link) if quick else max(least + exposed, *bounds.values())
     high = max(most + exposed, *bounds.values())
-    if factor is not None:
-        # What quick effort is off by is in what was measured, what kernels reach is not.
-        spread = (low / step, high / step) if effort == "exact" else (1.0, 1.0)
-        low, high = (step * part * end for part, end in zip(spread, factor, strict=True))
     return Estimate(
         compute,
         hbm,
@@ -157,8 +146,11 @@ class CollectiveGroup:
 
     Args:
         kind: `"all-reduce"` and so on.
+        axes: The mesh axes that they cross.
         network: `"ICI"` or `"DCN"`.
         overlapped: Whether the compiler overlaps them with other work.
+        layer: The Keras layer they come from.
+        bytes: Bytes of their arrays in one step.
         times: How often they run in one step; see `Collective`.
         seconds: Their time in one step at the links' full speed.
     """
@@ -174,7 +166,11 @@ class CollectiveGroup:
 
 
 def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
-    """A program's collectives in groups, the longest first."""
+    """A program's collectives in groups, the longest first.
+
+    Args:
+        cost: The cost of the program.
+    """
     grouped: dict[tuple, list] = {}
     for c in cost.collectives:
         key = (c.kind, c.axes, c.network, c.asynchronous, c.layer)

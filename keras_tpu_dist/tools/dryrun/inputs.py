@@ -54,7 +54,12 @@ class Inputs:
 
 
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
-    """Raises a `ValueError` unless every part of the batch gets a row."""
+    """Raises a `ValueError` unless every part of the batch gets a row.
+
+    Args:
+        batch_size: Rows of all devices together, a whole number.
+        strategy: The strategy, whose data axes split the batch into parts.
+    """
     if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise value_error(
             "The batch size is the global one, with at least one row for every part that the "
@@ -79,6 +84,10 @@ def described_batch(
     declared. Arrays may have any number of rows.
 
     Args:
+        model: The model.
+        placer: Knows the batch dimension of every array.
+        inputs: What the user gave: `x`, `y`, `sample_weight` and `sequence_length`.
+        batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
         notes: Gets a line if `y` is assumed, and one if `sequence_length` fills a size.
     """
@@ -109,7 +118,9 @@ def _of_rows(batch: tuple, placer: BatchPlacer, batch_size: int) -> tuple[Any, A
     # `batch_axis` refers to the form in which a step gets it
     data = keras.utils.pack_x_y_sample_weight(*batch)
     leaves, treedef = flatten(data)
-    described = [_described(leaf, a, batch_size) for leaf, a in zip(leaves, placer.axes(data))]
+    described = [
+        _described(leaf, a, batch_size) for leaf, a in zip(leaves, placer.axes(data), strict=True)
+    ]
     return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, described))
 
 
@@ -124,7 +135,9 @@ def _targets(model: keras.Model, x: Any) -> Any:
         losses = [losses.get(name) for name in getattr(model, "output_names", ())]
     if not isinstance(losses, (list, tuple)) or len(losses) != len(paths):
         losses = [_loss_at(losses, path) for path, _ in paths]
-    return jax.tree.unflatten(treedef, [_target(o, loss) for (_, o), loss in zip(paths, losses)])
+    return jax.tree.unflatten(
+        treedef, [_target(o, loss) for (_, o), loss in zip(paths, losses, strict=True)]
+    )
 
 
 def _loss_at(losses: Any, path: tuple) -> Any:
@@ -136,7 +149,11 @@ def _loss_at(losses: Any, path: tuple) -> Any:
 
 
 def symbolic(batch: Any) -> Any:
-    """A described batch as Keras's symbolic tensors."""
+    """A described batch as Keras's symbolic tensors.
+
+    Args:
+        batch: A structure of `jax.ShapeDtypeStruct`.
+    """
     return jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
 
 

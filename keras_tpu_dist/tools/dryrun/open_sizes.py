@@ -24,12 +24,13 @@ def filled(
         batch: `(x, y, sample_weight)`, of arrays or objects with shape and dtype.
         axes_of: Returns the batch dimension of every array, as `BatchPlacer.axes`.
         sequence_length: The size of every open time axis; `None` fills nothing.
+        notes: Gets a line about the filled sizes.
     """
     data = keras.utils.pack_x_y_sample_weight(*batch)
     leaves, treedef = flatten(data)
     # A batch as `element_names` takes it: `x` alone may be a list.
     names, axes = element_names(data if isinstance(data, tuple) else (data,)), axes_of(data)
-    sizes = [_open(leaf, axis) for leaf, axis in zip(leaves, axes)]
+    sizes = [_open(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     if not any(sizes):
         if sequence_length is not None:
             raise _nothing_to_fill(sequence_length, leaves, names)
@@ -73,7 +74,9 @@ def _shown(name: str, leaf: Any) -> str:
 
 
 def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> ValueError:
-    shapes = ", ".join(f"{n}{tuple(getattr(a, 'shape', ()))}" for n, a in zip(names, leaves))
+    shapes = ", ".join(
+        f"{n}{tuple(getattr(a, 'shape', ()))}" for n, a in zip(names, leaves, strict=True)
+    )
     return value_error(
         "sequence_length fills open sizes of inputs, and none is open.",
         received=f"sequence_length={sequence_length} for {shapes}.",
@@ -84,12 +87,14 @@ def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> Va
 def _open_sizes(leaves: list, names: list[str], still: list[tuple[int, ...]]) -> ValueError:
     found = [
         f"{_shown(name, leaf)} of shape {tuple(leaf.shape)}"
-        for name, leaf, open_ in zip(names, leaves, still)
+        for name, leaf, open_ in zip(names, leaves, still, strict=True)
         if open_
     ]
-    times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still))
+    times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still, strict=True))
     length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
-    own = " and ".join({n.partition("[")[0]: 0 for n, open_ in zip(names, still) if open_})
+    own = " and ".join(
+        {n.partition("[")[0]: 0 for n, open_ in zip(names, still, strict=True) if open_}
+    )
     return value_error(
         "A dry run needs known sizes, but a size of an input is open.",
         received=f"{'; '.join(found)}.",

@@ -1,21 +1,19 @@
-"""The page of a dry run: memory by kind, times, layers, collectives over the torus."""
+"""The page of a dry run: memory by kind, times, layers, collectives."""
 
 import html
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.colours import (
     BACKWARD,
     FORWARD,
     MEMORY,
     NONE,
-    colours_left_out,
 )
-from keras_tpu_dist.show.page import TableCell, bar, definitions, document, legend, sortable
+from keras_tpu_dist.show.page import TableCell, bar, definitions, document, legend, table_of_cells
 from keras_tpu_dist.show.text import duration_text, html_table, size_text
-from keras_tpu_dist.show.torus import shown_sides, torus_svg
-from keras_tpu_dist.tools.dryrun.figures import BOUNDS, EFFORTS, CollectiveGroup, exchanges
+from keras_tpu_dist.tools.dryrun.figures import BOUNDS, EFFORTS
+from keras_tpu_dist.tools.dryrun.folded import amount_of, exchanges_by_kind, layers_by_kind
 
 if TYPE_CHECKING:
     from keras_tpu_dist.tools.dryrun.report import DryRun
@@ -71,7 +69,11 @@ def kinds_of_memory(run: "DryRun") -> list[tuple[str, int]]:
 
 
 def memory_bars(run: "DryRun") -> Iterator[str]:
-    """A bar with all kinds of memory against the HBM, and the meaning of its colours."""
+    """A bar with all kinds of memory against the HBM, and the meaning of its colours.
+
+    Args:
+        run: The dry run.
+    """
     kinds = kinds_of_memory(run)
     whole = max(sum(size for _, size in kinds), run.total_bytes, run.limit_bytes or 0, 1)
     parts = [(size / whole, MEMORY[name], f"{name}: {size_text(size)}") for name, size in kinds]
@@ -136,23 +138,20 @@ def _explained(run: "DryRun", tiles: Iterable[str]) -> str:
         (f"bound by {e.bound}", BOUNDS[e.bound]),
         *((word, meaning) for word, meaning in _WORDS_OF_TILES if word in shown),
     ]
-    if run.calibration:
-        words.append(("calibration", f"rates and factors that were measured: {run.calibration}"))
-    else:
-        words.append(("when measured", run._when_measured(e)))
-    return definitions(words)
+    return definitions([*words, ("when measured", run._when_measured(e))])
 
 
 def _layers(run: "DryRun") -> Iterator[str]:
     cost = run.cost
     if cost is None:
         return
-    amounts = [c.cycles if cost.cycles else c.flops for c in cost.layers]
+    layers = layers_by_kind(cost)
+    amounts = [amount_of(cost, layer) for layer in layers]
     largest = max([*amounts, 1])
     if cost.cycles:
         yield legend([(FORWARD, "forward and update"), (BACKWARD, "backward")])
     rows = []
-    for c, amount in zip(cost.layers, amounts):
+    for c, amount in zip(layers, amounts, strict=True):
         back = c.backward_cycles if cost.cycles else 0
         parts = [
             ((amount - back) / largest, FORWARD, f"{amount - back:,}"),
@@ -170,16 +169,14 @@ def _layers(run: "DryRun") -> Iterator[str]:
             )
         )
     header = ("layer", "share", "cycles", "backward", "GFLOP", "HBM traffic", "collectives")
-    yield sortable(header, rows)
+    yield table_of_cells(header, rows)
 
 
 def _collectives(run: "DryRun") -> Iterator[str]:
-    found = [] if run.cost is None else list(exchanges(run.cost))
-    if not found:
+    groups = [] if run.cost is None else exchanges_by_kind(run.cost)
+    if not groups:
         yield "<p>none: no device waits for another</p>"
         return
-    if run.torus is not None:
-        yield from _panels(run, run.torus, found)
     rows = [
         (
             e.kind,
@@ -191,58 +188,10 @@ def _collectives(run: "DryRun") -> Iterator[str]:
             "yes" if e.overlapped else "no",
             e.layer,
         )
-        for e in found
+        for e in groups
     ]
     header = ("collective", "axes", "network", "bytes", "per step", "time", "overlapped", "layer")
-    yield sortable(header, rows)
-
-
-def _panels(run: "DryRun", torus: Torus, found: list[CollectiveGroup]) -> Iterator[str]:
-    """One drawing of the torus for each set of axes that collectives cross."""
-    by_axes: dict[tuple[str, ...], list[CollectiveGroup]] = {}
-    for each in found:
-        if each.axes:
-            by_axes.setdefault(each.axes, []).append(each)
-    if not by_axes:
-        return
-    yield (
-        '<p class="muted">Chips of one colour exchange with each other over links of that colour; '
-        "thick grey ones lead past other chips, dashed ends close a ring. Rest the mouse on a chip "
-        "to see its group.</p>"
-    )
-    most = max(sum(e.bytes for e in group) for group in by_axes.values())
-    figures = []
-    for axes, group in by_axes.items():
-        svg = torus_svg(torus, run.mesh, axes, sum(e.bytes for e in group) / max(1, most))
-        figures.append(f"<figure>{_caption(run, torus, axes, group)}{svg}</figure>")
-    yield f'<div class="panels">{"".join(figures)}</div>'
-
-
-def _caption(
-    run: "DryRun", torus: Torus, axes: tuple[str, ...], group: list[CollectiveGroup]
-) -> str:
-    size = dict(run.mesh)
-    names = " x ".join(f"{a} {size.get(a, '')}".strip() for a in axes)
-    kinds: dict[tuple[str, str], list] = {}
-    for e in group:
-        total = kinds.setdefault((e.kind, e.network), [0, 0, 0.0])
-        total[0] += e.times
-        total[1] += e.bytes
-        total[2] += e.seconds
-    lines = [
-        f"{times:g} {kind} over {network}, {size_text(moved)} per step"
-        + (f", {duration_text(seconds)} at full speed" if seconds else "")
-        for (kind, network), (times, moved, seconds) in kinds.items()
-    ]
-    shown = shown_sides(torus.sides)
-    if shown != torus.sides:
-        part, whole = ("x".join(map(str, sides)) for sides in (shown, torus.sides))
-        lines.append(f"drawn: {part} of {whole} chips")
-    if torus.slices > 1:
-        lines.append(f"drawn: one of {torus.slices} slices")
-    lines += filter(None, [colours_left_out(len(torus.groups(run.mesh, axes)), "groups")])
-    inner = "".join(f"<br>{html.escape(line)}" for line in lines)
-    return f"<figcaption><b>axis {html.escape(names)}</b>{inner}</figcaption>"
+    yield table_of_cells(header, rows)
 
 
 def html_lines(lines: Sequence[str]) -> list[str]:

@@ -2,21 +2,23 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keras_tpu_dist.hardware.measured import PublishedRatios, spread_of
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.layout.lint import Finding
-from keras_tpu_dist.show.folding import families, kind_of
 from keras_tpu_dist.show.page import Page, Table, TableCell
 from keras_tpu_dist.show.text import duration_text, size_text, span_text
 from keras_tpu_dist.tools.dryrun.changes import Change
-from keras_tpu_dist.tools.dryrun.figures import CollectiveGroup, Estimate, exchanges
-from keras_tpu_dist.tools.dryrun.measured import Comparison, compare
+from keras_tpu_dist.tools.dryrun.figures import CollectiveGroup, Estimate
+from keras_tpu_dist.tools.dryrun.folded import (
+    amount_of,
+    exchanges_by_kind,
+    layers_by_kind,
+    sum_of_layers,
+)
 from keras_tpu_dist.tools.dryrun.page import (
     VERDICTS,
     html_lines,
@@ -35,11 +37,6 @@ _MOST_ROWS = 12
 _LEAST_SHARE = 0.01
 # Letters of the compiler's message in a report; it may have thousands of lines.
 _MOST_SAID = 300
-# Layers whose exchanges the compiler joined: "dense and 4 more".
-_MORE = re.compile(r" and (\d+) more$")
-# Names such as "block2a_dwconv", whose number is that of a block.
-_OF_A_BLOCK = re.compile(r"\d[a-z]?_[a-z_]+$")
-_OF_LAYERS = ("flops", "hbm_bytes", "cycles", "backward_cycles", "link_seconds")
 
 Row = tuple[str, ...]
 
@@ -81,11 +78,9 @@ class DryRun(Page):
         notes: Assumptions and advice.
         hosts: The number of hosts of the mesh.
         crossings: If the mesh has several hosts, whether its axes cross hosts or slices.
-        torus: The chips of the slice, and the places of the mesh's devices on them; `None` if the
-            devices are not a TPU slice.
         model_flops: Operations of the matrix products on all devices by the model's formula: those
-            of the forward pass, three times for training; attention in full, even if it is causal,
-            and without recomputation.
+            of the forward pass, three times for training, or, if parts are frozen, as often as the
+            model needs; attention in full, even if it is causal, and without recomputation.
         hidden_flops: Those of `model_flops` that causal masks hide: half of the operations of
             attention with `use_causal_mask=True`.
         peak_flops: Operations per second of one device at its fastest, in bfloat16; `None` without
@@ -94,10 +89,10 @@ class DryRun(Page):
         prompt_range: The range of `prompt_s`, like `step_range`.
         token_limit_s: Seconds to read the weights and the whole cache once, the minimum for a
             token; in mode `"generate"`.
-        calibration: The measurements on such chips that were used, in words; empty if none.
-        changes: What to change, at most three changes with their effect by a count; see
-            `keras_tpu_dist.advise`, which compiles them.
+        changes: What to change, at most three changes with their effect by a count. Dry-run again
+            with one of them to see what the compiler makes of it: `change.of(run)` is the figure.
         steps: Steps of the launch that was compiled; times and operations are of one of them.
+        rows: The rows of the data, if you said how many.
         verification: With `verify=True`, the `Verification`: whether the program computes what one
             device does.
 
@@ -133,25 +128,38 @@ class DryRun(Page):
     notes: tuple[str, ...] = ()
     hosts: int = 1
     crossings: tuple[tuple[str, str], ...] = ()
-    torus: Torus | None = None
     model_flops: float = 0.0
     hidden_flops: float = 0.0
     peak_flops: float | None = None
     prompt_s: float | None = None
     prompt_range: tuple[float, float] | None = None
     token_limit_s: float | None = None
-    calibration: str = ""
     changes: tuple[Change, ...] = ()
     steps: int = 1
+    rows: int | None = None
     verification: Any = None
 
     @property
     def step_range(self) -> tuple[float, float] | None:
         """The least and the most seconds of a step, if its time is estimated.
 
-        For effort "quick" they differ. For "exact" they are equal, unless there is a calibration.
+        For effort "quick" they differ. For "exact" they are equal.
         """
         return None if self.estimate is None else self.estimate.span
+
+    @property
+    def epoch_steps(self) -> int | None:
+        """The number of steps for all rows of the data, the last one maybe with fewer rows; `None`
+        without `rows`."""
+        return None if self.rows is None else -(-self.rows // self.batch_size)
+
+    @property
+    def epoch_range(self) -> tuple[float, float] | None:
+        """The least and the most seconds of these steps; `None` without `rows` or an estimate."""
+        if self.epoch_steps is None or self.step_range is None:
+            return None
+        low, high = self.step_range
+        return self.epoch_steps * low, self.epoch_steps * high
 
     @property
     def devices(self) -> int:
@@ -166,6 +174,11 @@ class DryRun(Page):
             return None
         chip = Topology.parse(self.compiled_for).chip.name
         return spread_of(chip, self.mode, self.estimate.bound, self.effort)
+
+    @property
+    def _step_s(self) -> float:
+        """Estimated seconds of a step; 0 without an estimate, or if a step does nothing."""
+        return 0.0 if self.estimate is None else self.estimate.step
 
     @property
     def mfu(self) -> float | None:
@@ -183,9 +196,9 @@ class DryRun(Page):
         return self._utilisation(self.model_flops - self.hidden_flops)
 
     def _utilisation(self, flops: float) -> float | None:
-        if self.estimate is None or not self.peak_flops:
+        if not self._step_s or not self.peak_flops:
             return None
-        return flops / (self.devices * self.peak_flops * self.estimate.step)
+        return flops / (self.devices * self.peak_flops * self._step_s)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -193,14 +206,14 @@ class DryRun(Page):
         `"generate"`."""
         if self.mode == "generate":
             return None
-        return None if self.estimate is None else self.batch_size / self.estimate.step
+        return self.batch_size / self._step_s if self._step_s else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all devices, if the model reads tokens."""
-        if self.estimate is None or not self.tokens:
+        if not self._step_s or not self.tokens:
             return None
-        return self.tokens / self.estimate.step
+        return self.tokens / self._step_s
 
     @property
     def overflow_bytes(self) -> int:
@@ -239,6 +252,8 @@ class DryRun(Page):
         data["mfu"] = self.mfu
         data["mfu_causal"] = self.mfu_causal
         data["step_range"] = self.step_range
+        data["epoch_steps"] = self.epoch_steps
+        data["epoch_range"] = self.epoch_range
         data["ranges"] = _ranges(self)
         data["spread"] = self.spread and asdict(self.spread)
         return data
@@ -246,27 +261,6 @@ class DryRun(Page):
     def to_json(self) -> str:
         """Everything as JSON."""
         return json.dumps(self.to_dict(), indent=1)
-
-    def compare(self, profile: Any) -> Comparison:
-        """Compares a profile with this estimate, by layer and kind of collective.
-
-        Args:
-            profile: The `callbacks.Profile` of a fit, its directory, or a result of `read_profile`.
-
-        Returns:
-            A `Comparison`, with `to_html` and `to_dict`.
-
-        Raises:
-            ValueError: If there is no profile.
-
-        Example:
-
-        >>> run = strategy.dry_run(model, batch_size=1024)  # doctest: +SKIP
-        >>> print(run.compare("profile"))  # doctest: +SKIP
-        """
-        return compare(
-            profile, self.cost, self.estimate, self.compiled_for, self.effort, self.calibration
-        )
 
     def __str__(self) -> str:
         parts = [self._title(), *self._first_lines(), *map(str, self._tables())]
@@ -298,16 +292,21 @@ class DryRun(Page):
         )
 
     def _first_lines(self) -> list[str]:
-        """Why it does not fit, and what to change."""
+        """Why `fit` runs another step; why it does not fit, and what to change."""
+        eager = [
+            f"fit does not run this {self._of}: {finding.path}: {finding.words} {finding.fix}"
+            for finding in self.findings
+            if finding.code == "not-compiled"
+        ]
         if self.fits is not False:
-            return []
+            return eager
         needs = f"why: {size_text(self.total_bytes)} of {size_text(self.limit_bytes or 0)} a device"
         parts = [f"weights and optimizer {size_text(self.state.lasting)}"]
         if self.memory:
             parts.append(f"activations and temporaries {size_text(self.memory['temporaries'])}")
         first = (self.error or "").strip().partition("\n")[0]
         said = [f"the compiler says: {first[:_MOST_SAID]} (all of it: run.error)"] if first else []
-        return [f"{needs}: {', '.join(parts)}", *self._advice(), *said]
+        return [*eager, f"{needs}: {', '.join(parts)}", *self._advice(), *said]
 
     def _last_lines(self) -> list[str]:
         return [] if self.fits is False else self._advice()
@@ -315,7 +314,7 @@ class DryRun(Page):
     def _advice(self) -> list[str]:
         if not self.changes:
             return []
-        title = "what to change (counted; ktd.advise compiles each)"
+        title = "what to change (counted)"
         return [title, *(f"  {change}" for change in self.changes)]
 
     def _remarks(self) -> list[str]:
@@ -397,10 +396,17 @@ class DryRun(Page):
                 f"{self._of}, estimate",
                 f"{e.span_words}, {how}",
             ),
-            # Your own measurements come before those of others.
-            *([] if self.calibration else [("when measured", self._when_measured(e))]),
+            ("when measured", self._when_measured(e)),
+            *self._epoch(),
             *self._rates(),
         ]
+
+    def _epoch(self) -> list[tuple[str, str]]:
+        if self.epoch_range is None:
+            return []
+        what = "an epoch" if self.mode == "train" else self.mode
+        seconds = span_text(*self.epoch_range, duration_text)
+        return [(f"{what} of {self.rows:,} rows", f"{seconds} in {self.epoch_steps:,} step(s)")]
 
     def _when_measured(self, e: Estimate) -> str:
         """What published programs like this took: over an exact estimate, or in this one's time."""
@@ -415,10 +421,23 @@ class DryRun(Page):
         error = f", mean error {spread.error:.1%} (leave one out)" if spread.error else ""
         return f"{span}: {spread.programs}{error}"
 
+    def _why_mfu(self) -> str:
+        """Why the model FLOPs utilisation is above what was published, or what the units do."""
+        e, mfu = self.estimate, self.mfu
+        if e is None or mfu is None:
+            return ""
+        if mfu > _MFU_IN_DOUBT:
+            return _DOUBTS
+        if mfu * e.step <= e.compute * _ROUNDED:
+            return ""
+        if self.hidden_flops:
+            return f"{_ABOVE} counts causal attention in full"
+        return f"{_ABOVE} counts a gradient of the input" if self.mode == "train" else _FEWER
+
     def _rates(self) -> Iterator[tuple[str, str]]:
         """Numbers derived from the time of a step, as ranges like the time itself."""
         e = self.estimate
-        if e is None:
+        if e is None or not e.step:
             return
 
         def span(rate: float, text: Callable[[float], str]) -> str:
@@ -426,8 +445,7 @@ class DryRun(Page):
 
         yield "matrix units busy", span(e.compute / e.step, _percent)
         if self.mfu and self.mfu_causal:
-            doubts = _DOUBTS if self.mfu > _MFU_IN_DOUBT else ""
-            yield "model FLOPs utilisation", span(self.mfu, _percent) + doubts
+            yield "model FLOPs utilisation", span(self.mfu, _percent) + self._why_mfu()
             if self.hidden_flops:
                 yield "with half of causal attention", span(self.mfu_causal, _percent)
         if self.prompt_range is not None:
@@ -451,6 +469,10 @@ _MFU_IN_DOUBT = 0.75
 _DOUBTS = (
     ", more than is published for TPUs: causal attention counts in full, and kernels skip half"
 )
+# A utilisation so much above the share of busy units is more than rounding.
+_ROUNDED = 1.005
+_ABOVE = "; more than runs, as the formula"
+_FEWER = "; more than runs, as the compiled program has fewer products than the model"
 
 
 def _range_of(e: Estimate, rate: float) -> tuple[float, float]:
@@ -464,14 +486,14 @@ def _ranges(run: DryRun) -> dict[str, tuple[float, float]]:
     e = run.estimate
     if e is None:
         return {}
-    found = {"kernels": e.kernels_span, "step": e.span}
+    ranges = {"kernels": e.kernels_span, "step": e.span}
     for name in ("mfu", "mfu_causal", "samples_per_second", "tokens_per_second"):
         value = getattr(run, name)
         if value is not None:
-            found[name] = _range_of(e, value)
+            ranges[name] = _range_of(e, value)
     if run.prompt_range is not None:
-        found["prompt_s"] = run.prompt_range
-    return found
+        ranges["prompt_s"] = run.prompt_range
+    return ranges
 
 
 def _percent(share: float) -> str:
@@ -482,7 +504,7 @@ def _whole(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _shown(rows: list[tuple[Row, float]], columns: int, total: Row) -> list[Row]:
+def _shown(rows: Sequence[tuple[Row, float]], columns: int, total: Row) -> list[Row]:
     """Rows above one percent of the whole, the number of the others, and the total."""
     whole = sum(amount for _, amount in rows)
     shown = [row for row, amount in rows if amount >= _LEAST_SHARE * whole][:_MOST_ROWS]
@@ -495,74 +517,47 @@ def _shown(rows: list[tuple[Row, float]], columns: int, total: Row) -> list[Row]
 def collective_rows(cost: ProgramCost) -> list[Row]:
     """Rows of collectives of the same kind, axes, overlap and kind of layer, longest first.
 
+    Args:
+        cost: The cost of the program.
+
     Returns:
         Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
         layers. The last row has the total.
     """
-    everything = list(exchanges(cost))
-    found = families(
-        everything,
-        lambda e: _MORE.sub("", e.layer),
-        lambda e: (
-            (e.kind, e.axes, e.network, e.overlapped, _scale(e.layer, e.bytes / e.times)),
-            "",
-        ),
-        kind_of,
-    )
+
+    def amounts(groups: Sequence[CollectiveGroup]) -> Row:
+        moved, seconds = sum(e.bytes for e in groups), sum(e.seconds for e in groups)
+        times = f"{sum(e.times for e in groups):g}"
+        return f"{moved / 1e6:,.3f}", times, duration_text(seconds) if seconds else "-"
+
     rows = []
-    for those in found:
-        first, sums = those.rows[0], _sums(those.rows)
-        more = sum(int(each) for e in those.rows for each in _MORE.findall(e.layer))
-        layers = f"{those.pattern} and {more} more" if more else those.pattern
-        cells = (first.kind, ",".join(first.axes) or "-", first.network, *sums)
-        row = (*cells, "yes" if first.overlapped else "no", layers)
-        rows.append((row, sum(e.seconds or e.bytes for e in those.rows)))
-    rows.sort(key=lambda row: -row[1])
-    return _shown(rows, 8, ("all", "", "", *_sums(everything), "", ""))
-
-
-def _scale(layer: str, amount: float) -> int:
-    """Equal for layers of one row: of one place in a block by name, or of about equal amounts."""
-    if amount <= 1 or _OF_A_BLOCK.search(_MORE.sub("", layer)):
-        return 0
-    return round(math.log2(amount))
-
-
-def _sums(those: Sequence[CollectiveGroup]) -> Row:
-    moved, times, seconds = (
-        sum(getattr(e, name) for e in those) for name in ("bytes", "times", "seconds")
-    )
-    return f"{moved / 1e6:,.3f}", f"{times:g}", duration_text(seconds) if seconds else "-"
+    everything = exchanges_by_kind(cost)
+    for e in everything:
+        cells = (e.kind, ",".join(e.axes) or "-", e.network, *amounts([e]))
+        rows.append(((*cells, "yes" if e.overlapped else "no", e.layer), e.seconds or e.bytes))
+    return _shown(rows, 8, ("all", "", "", *amounts(everything), "", ""))
 
 
 def layer_rows(cost: ProgramCost) -> list[Row]:
     """Layers of the same kind, those with most cycles first, or with most operations.
+
+    Args:
+        cost: The cost.
 
     Returns:
         Per row: layers, billions of operations, megabytes of HBM traffic, cycles, their share in
         the backward pass, time of collectives. The last row has the total.
     """
 
-    def cells(name: str, layers: Sequence[LayerCost]) -> Row:
-        flops, moved, cycles, backward, link = (
-            sum(getattr(c, name) for c in layers) for name in _OF_LAYERS
-        )
+    def cells(layer: LayerCost) -> Row:
         return (
-            name,
-            f"{flops / 1e9:,.3f}",
-            f"{moved / 1e6:,.1f}",
-            f"{cycles:,}" if cost.cycles else "-",
-            f"{backward / cycles:.0%}" if cycles else "-",
-            duration_text(link) if link else "-",
+            layer.layer,
+            f"{layer.flops / 1e9:,.3f}",
+            f"{layer.hbm_bytes / 1e6:,.1f}",
+            f"{layer.cycles:,}" if cost.cycles else "-",
+            f"{layer.backward_cycles / layer.cycles:.0%}" if layer.cycles else "-",
+            duration_text(layer.link_seconds) if layer.link_seconds else "-",
         )
 
-    found = families(
-        cost.layers, lambda c: c.layer, lambda c: (_scale(c.layer, c.flops), ""), kind_of
-    )
-    rows = []
-    for those in found:
-        amount = sum(c.cycles if cost.cycles else c.flops for c in those.rows)
-        many = f" ({len(those.rows)})" if len(those.rows) > 1 else ""
-        rows.append((cells(f"{those.pattern}{many}", those.rows), amount))
-    rows.sort(key=lambda row: -row[1])
-    return _shown(rows, 6, cells("all", cost.layers))
+    rows = [(cells(layer), amount_of(cost, layer)) for layer in layers_by_kind(cost)]
+    return _shown(rows, 6, cells(sum_of_layers("all", cost.layers)))

@@ -1,18 +1,17 @@
 """Dry run: compile any Keras model for a TPU slice that you don't have."""
 
 import contextlib
+import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import FLAG, FUNCTION, SECONDS, one_of, require, whole
 from keras_tpu_dist.common.errors import value_error
-from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
+from keras_tpu_dist.common.left_out import counted
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.tools.dryrun.build import MODE, Build, Lowered, Subject, lower
@@ -59,10 +58,10 @@ def dry_run(
     sample_weight: Any = None,
     sequence_length: int | None = None,
     batch_size: int | None = None,
+    rows: int | None = None,
     mode: str = "train",
     effort: str = "quick",
     timeout: float = 1800.0,
-    calibration: Calibration | str | os.PathLike[str] | None = None,
     verify: bool = False,
     progress: Progress | None = None,
 ) -> DryRun:
@@ -84,8 +83,13 @@ def dry_run(
         sequence_length: The length of texts and other sequences, if the model's inputs leave it
             open, as KerasHub's tasks do. It fills every open size of arrays with at most three
             dimensions. Give other open sizes, such as those of images, with `x`.
-        batch_size: The global batch size. By default, the largest batch that fits is found as in
-            `largest_batch`, with up to eight compilations, and a note.
+        batch_size: The global batch size. By default, the largest batch that fits is found, with up
+            to eight compilations of effort `effort`, and a note. Sizes are multiples of the number
+            of parts that the batch is split into, and within 5 % of a batch that was refused. At
+            effort "quick" the memory is within 6 % of that in training, but up to three times too
+            high for recurrent layers and convolutions: leave that much room, or use "exact".
+        rows: The rows of your data: the report then has the time of an epoch, without input,
+            compiling and validation. In mode `"evaluate"` or `"predict"`, of one call.
         mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"` for a language model of
             KerasHub; then the report is for one token in every row.
         effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, as in training. Quick is about three
@@ -94,8 +98,6 @@ def dry_run(
             overstates). Its cycle estimates are about twice too high, so reports show the range
             that contains the exact ones.
         timeout: Seconds after which a compilation is stopped.
-        calibration: Rates and factors that were measured on such chips: a `Calibration`, or the
-            path of a file from `Calibration.save`. Every report mentions it.
         verify: Whether to run the program on simulated devices too, beside one device, as
             `keras_tpu_dist.verify` does; `run.verification` has the result. The model is built with
             values for that, so it must fit into your memory.
@@ -123,16 +125,22 @@ def dry_run(
     >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
     (True, [('data',)])
     """
-    require("dry_run", whole(1), True, sequence_length=sequence_length)
+    require("dry_run", whole(1), True, sequence_length=sequence_length, rows=rows)
+    if rows is not None and mode == "generate":
+        raise value_error(
+            "A report of mode 'generate' is for one token: no number of rows has a time.",
+            received={"rows": rows, "mode": mode},
+            fix="Leave rows out, or write mode='predict'.",
+        )
     strategy = check_asked(build, strategy)
     step = Subject(build, strategy, 1, Inputs(x, y, sample_weight, sequence_length), mode)
-    measured = checked_calibration(calibration)
-    how = How(effort, timeout, calibration=measured, progress=progress)
+    how = How(effort, timeout, progress=progress)
     require("dry_run", FLAG, verify=verify)
     if batch_size is None:
         run = _of_the_largest(step, how)
     else:
         run = run_once(replace(step, batch_size=batch_size), replace(how, thorough=True))
+    run = replace(run, rows=rows)
     if not verify:
         return run
     given = {**vars(step.inputs), "batch_size": run.batch_size, "mode": mode, "timeout": timeout}
@@ -152,23 +160,25 @@ def _of_the_largest(step: Subject, how: How) -> DryRun:
             + (", or pip install 'jax[tpu]'." if strategy.topology else "."),
         )
     unit = strategy.num_replicas_in_sync
-    found = find_largest(
+    largest = find_largest(
         lambda rows: run_once(replace(step, batch_size=rows), how),
         unit,
         strategy.topology.hbm_bytes,
     )
-    if found.batch_size:
-        which = f"{found.batch_size} is the largest that fits"
+    if largest.batch_size:
+        which = f"{largest.batch_size} is the largest that fits"
     else:
         which = f"not even {unit}, the smallest, fits"
-    note = f"batch_size was not given: {which}, found with {len(found.tried)} compilation(s)"
-    return replace(found.run, notes=(note, *found.run.notes))
+    note = f"batch_size was not given: {which}, found with {largest.compilations} compilation(s)"
+    return replace(largest.run, notes=(note, *largest.run.notes))
 
 
 def run_once(step: Subject, how: How) -> DryRun:
     """One dry run."""
     require("a dry run", one_of(*EFFORTS), effort=how.effort)
-    check_how(step.mode, how.timeout, how.progress)
+    require("a dry run", SECONDS, timeout=how.timeout)
+    require("a dry run", FUNCTION, True, progress=how.progress)
+    require("a dry run", MODE, mode=step.mode)
     with stages(f"dry run, {step.mode} step", 3) as begin:
 
         def tell(words: str) -> None:
@@ -176,7 +186,7 @@ def run_once(step: Subject, how: How) -> DryRun:
             (how.progress or logger.debug)(words)
 
         tell("building and lowering")
-        lowered = lower_once(step, how.cache).calibrated(how.calibration)
+        lowered = lower_once(step, how.cache)
         return compile_once(lowered, replace(how, progress=tell))
 
 
@@ -196,7 +206,12 @@ def lower_once(step: Subject, cache: Cache | None = None) -> Lowered:
 
 
 def compile_once(lowered: Lowered, how: How) -> DryRun:
-    """The second half of `run_once`, for any thread."""
+    """The second half of `run_once`, for any thread.
+
+    Args:
+        lowered: From `lower_once`.
+        how: How to compile: effort, time limit, cache, and whom to tell.
+    """
     progress, effort = how.progress or logger.debug, how.effort
     options: dict[str, Any] = {"timeout": how.timeout, "cache": how.cache}
     notes = list(lowered.notes)
@@ -226,13 +241,6 @@ _NO_LIBTPU = (
 )
 
 
-def check_how(mode: Any, timeout: Any, progress: Any) -> None:
-    """Checks the options of a dry run."""
-    require("a dry run", SECONDS, timeout=timeout)
-    require("a dry run", FUNCTION, True, progress=progress)
-    require("a dry run", MODE, mode=mode)
-
-
 def _is_tpu(strategy: Strategy) -> bool:
     return strategy.mesh.devices.flat[0].platform == "tpu"
 
@@ -258,15 +266,14 @@ def _report(
     measured = compiled[-1] if sized_on else verdict
     topology = lowered.topology
     sized = Topology.parse(sized_on) if sized_on else topology
-    loop = _loop_cost(lowered, measured, sized)
-    cost = _cost(lowered, measured, sized) if loop is None else loop.round
+    loop, cost = _costs(lowered, measured, sized, notes)
     times = _estimated(lowered, cost, verdict)
     of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes
     layer_of = layers_of(lowered.layer_names)
     if times is not None and topology is not None and cost is not None:
-        notes.append(_assumption(verdict, topology, cost, lowered.calibration))
+        notes.append(_assumption(verdict, topology, cost))
     notes += _beside_the_step(lowered, topology)
     notes += [] if cost is None else _uncounted(cost)
     run = DryRun(
@@ -295,18 +302,31 @@ def _report(
         notes=tuple(notes),
         hosts=num_hosts(lowered.mesh),
         crossings=tuple(crossings(lowered.mesh).items()),
-        torus=Torus.of(lowered.devices),
         model_flops=lowered.model_flops,
         hidden_flops=lowered.hidden_flops,
-        peak_flops=published(topology).peak_flops() if topology else None,
-        calibration="" if lowered.calibration is None else str(lowered.calibration),
+        peak_flops=topology.peak_flops() if topology else None,
         prompt_s=None if of_prompt is None else of_prompt.step,
         prompt_range=None if of_prompt is None else of_prompt.span,
         steps=lowered.steps,
         token_limit_s=_token_limit_s(lowered, loop),
     )
     levers = lowered.levers
-    return run if levers is None else replace(run, changes=what_to_change(run, levers))
+    if levers is None:
+        return run
+    changes = counted("what to change", lambda: what_to_change(run, levers), (), notes.append)
+    return replace(run, changes=changes, notes=tuple(notes))
+
+
+def _costs(
+    lowered: Lowered, compiled: Compiled, topology: Topology | None, notes: list[str]
+) -> tuple[LoopCost | None, ProgramCost | None]:
+    """The costs of a loop over tokens, and of a round of it or of the step."""
+    of_loop = functools.partial(_loop_cost, lowered, compiled, topology)
+    loop = counted("the loop over tokens", of_loop, None, notes.append)
+    if loop is not None:
+        return loop, loop.round
+    of_step = functools.partial(_cost, lowered, compiled, topology)
+    return None, counted("operations, bytes and times", of_step, None, notes.append)
 
 
 def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
@@ -347,7 +367,7 @@ def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> Pr
 def _estimated(lowered: Lowered, cost: ProgramCost | None, verdict: Compiled) -> Estimate | None:
     if lowered.topology is None or cost is None or verdict.error:
         return None
-    return estimate(cost, lowered.topology, verdict.effort, lowered.calibration)
+    return estimate(cost, lowered.topology, verdict.effort)
 
 
 def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> LoopCost | None:
@@ -371,9 +391,7 @@ def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
     return Wire.of(dict(lowered.axes), devices if topology else (), topology)
 
 
-def _assumption(
-    verdict: Compiled, topology: Topology, cost: ProgramCost, calibration: Calibration | None
-) -> str:
+def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str:
     chip = topology.chip
     note = (
         f"the step's time is the compiler's cycle estimates at {chip.clock / 1e9:.2f} GHz plus the "
@@ -391,8 +409,6 @@ def _assumption(
         )
     if verdict.effort == "quick":
         note += "; the cycles of effort quick come out about twice too high, so times are ranges"
-    if calibration is not None:
-        note += f"; calibrated by {calibration}"
     if chip.assumed:
         names = " and ".join(name.replace("_", " ") for name in chip.assumed)
         note += f"; Google publishes no {names} of {chip.name}, the one used here is assumed"

@@ -15,6 +15,9 @@ class StateBytes:
 
     Args:
         weights: Trainable and other variables of the model.
+        optimizer: Slots and scalars of the optimizer.
+        metrics: Variables of the metrics.
+        inputs: One batch.
         inputs_per_host: The part of a batch that a host transfers to its devices.
     """
 
@@ -48,6 +51,8 @@ def state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
 
     Args:
         state: The state as `jax.ShapeDtypeStruct`, in Keras's order.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placed: The batch, likewise.
     """
     sizes = [sum(bytes_per_device(v) for v in group) for group in state]
     return StateBytes(

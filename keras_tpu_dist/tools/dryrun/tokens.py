@@ -43,10 +43,15 @@ class TokenLoop:
 def token_loop(jaxpr: Any, weight_bytes: Sequence[int]) -> TokenLoop | None:
     """The loop over tokens of a traced program.
 
+    Args:
+        jaxpr: The program, whose first inputs are the weights.
+        weight_bytes: Bytes of every weight on one device.
+
     Returns:
         The loop with the largest arrays, or `None` if the program has none.
     """
-    weights = dict(zip(opened(jaxpr).invars, weight_bytes))
+    # The weights are the first inputs.
+    weights = dict(zip(opened(jaxpr).invars, weight_bytes, strict=False))
     loops = list(_loops(opened(jaxpr)))
     if not loops:
         return None

@@ -34,6 +34,9 @@ def run(
 
     Args:
         job_path: The pickled job, which the process deletes once it has read it.
+        result_path: Where the process writes its pickled result.
+        env: All environment variables of the process.
+        log: The file for its output, overwritten.
         timeout: Seconds after which it is stopped.
 
     Returns:
@@ -72,6 +75,7 @@ def main(job_path: str, result_path: str, parent: str) -> None:
     Args:
         job_path: The pickled job; it is deleted once it is read.
         result_path: The file for the pickled result, or the error if compiling failed.
+        parent: The parent's process id, as the command line has it.
     """
     end_with(int(parent))
     with open(job_path, "rb") as file:
@@ -126,7 +130,7 @@ def _compile(job: dict) -> dict:
     shardings = exported.in_shardings_jax(mesh)
     flat = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, shardings)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     args, kwargs = jax.tree.unflatten(exported.in_tree, flat)
     donated = (0,) if job["donate"] else ()
@@ -162,7 +166,10 @@ def parts(compiled, exported, devices: list) -> dict:
             by_device = sharding.devices_indices_map(shape)
             found.append(
                 [
-                    tuple(s.indices(size)[:2] for s, size in zip(by_device[device], shape))
+                    tuple(
+                        s.indices(size)[:2]
+                        for s, size in zip(by_device[device], shape, strict=True)
+                    )
                     for device in devices
                 ]
             )

@@ -21,8 +21,11 @@ class LayerCost:
 
     Args:
         layer: Path of the layer; `"(other)"` for operations without a layer.
+        flops: Operations of its matrix products.
+        hbm_bytes: Bytes read from and written to HBM.
         cycles: Estimated cycles of its kernels, as in `ProgramCost`.
         backward_cycles: The part of `cycles` in the backward pass.
+        link_seconds: Time of its collectives at full link speed.
         float32_bytes: The part of `hbm_bytes` in float32, by the arrays of each kernel.
     """
 
@@ -40,8 +43,10 @@ class Buffer:
     """A large array that the program keeps in HBM.
 
     Args:
+        bytes: Its size on one device.
         shape: Dtype and dimensions, as in `"bf16[8,512,2048]"`.
         layer: The layer that makes it; `"(input)"` for the program's arguments.
+        name: Its name in the program.
     """
 
     bytes: int
@@ -67,6 +72,8 @@ class ProgramCost:
         cycles: Sum of the compiler's cycle estimates and of `silent_cycles`; 0 if it reports none
             (CPU).
         layers: The layers, most cycles first (most operations first without cycles).
+        collectives: All collectives.
+        largest_buffers: The largest arrays in HBM.
         kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler reports no
             cycles; part of `flops`.
         kernel_bytes: Their HBM traffic; part of `hbm_bytes`. If a kernel updates an array in place
@@ -149,6 +156,8 @@ def analyze(
         text: `compiled.as_text()` of the TPU or the CPU compiler.
         wire: The mesh the program was compiled for. Without it, collectives have no axes and no
             times, and kernels for which the compiler reports no cycles have none.
+        layer_names: Names of the model's layers.
+        steps: The steps of a launch, to return the cost of one.
     """
     cost_of = _cost(parse(text), wire, layer_names)
     return cost_of if steps == 1 else _of_a_step(cost_of, steps)
@@ -181,6 +190,8 @@ class LoopCost:
     """The cost of a program that is mainly a loop whose trip count depends on data.
 
     Args:
+        outside: What the program costs outside of the loop.
+        round: What one round of the loop costs.
         carried: The arrays that the loop carries from round to round, on one device.
     """
 
@@ -196,6 +207,11 @@ def analyze_loop(
     layer_names: Iterable[str] = (),
 ) -> LoopCost | None:
     """Reads a program's cost inside and outside of its largest loop of unknown length.
+
+    Args:
+        text: See `analyze`.
+        wire: See `analyze`.
+        layer_names: See `analyze`.
 
     Returns:
         A `LoopCost`, or `None` for a program without such a loop.
@@ -260,11 +276,11 @@ def _count_products(program: Program, run: Execution, layer_of: LayerOf, tallies
         total = flops * run.times * passes
         tallies.flops_by_rate[rate] = tallies.flops_by_rate.get(rate, 0) + total
     if kernels.is_kernel(run.instruction):
-        known = kernels.flops(run.instruction, run.computation.operands(run.instruction))
-        tallies.kernel_flops += (known or 0) * run.times
+        kernel_flops = kernels.flops(run.instruction, run.computation.operands(run.instruction))
+        tallies.kernel_flops += (kernel_flops or 0) * run.times
         moved = traffic.hbm_bytes(program, run.computation, run.instruction)
         tallies.kernel_bytes += moved * run.times
-        if known is None:
+        if kernel_flops is None:
             tallies.unestimated[run.instruction.name] = None
         elif kernels.counted_whole(run.instruction):
             tallies.whole[run.instruction.name] = None
@@ -301,10 +317,10 @@ def _float32_share(computation: Computation, instruction: Instruction) -> float:
 def _count_collective(
     program: Program, run: Execution, layer_of: LayerOf, wire: Wire, tallies: _Tallies
 ) -> None:
-    found = collectives.find(program, run.computation, run.instruction)
-    if found is None:
+    match = collectives.find(program, run.computation, run.instruction)
+    if match is None:
         return
-    computation, instruction, kind, asynchronous = found
+    computation, instruction, kind, asynchronous = match
     key = (run.computation.name, kind, _identity(instruction, run.instruction))
     if key in tallies.collectives:
         return
@@ -378,7 +394,7 @@ def _largest_part(program: Program, computation: Computation, collective: Instru
 def _largest_buffers(
     program: Program, runs: Iterable[Execution], layer_of: LayerOf, count: int = 8
 ) -> tuple[Buffer, ...]:
-    found: dict[tuple[str, str], Buffer] = {}
+    buffers: dict[tuple[str, str], Buffer] = {}
     for run in runs:
         i = run.instruction
         is_argument = i.opcode == "parameter" and run.computation is program.entry
@@ -390,8 +406,8 @@ def _largest_buffers(
             op_name = _origin(program, i)
             layer = "(input)" if is_argument else layer_of(op_name)
             text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
-            found.setdefault((text, layer), Buffer(shape.bytes, text, layer, i.name))
-    return tuple(sorted(found.values(), key=lambda b: b.bytes, reverse=True)[:count])
+            buffers.setdefault((text, layer), Buffer(shape.bytes, text, layer, i.name))
+    return tuple(sorted(buffers.values(), key=lambda b: b.bytes, reverse=True)[:count])
 
 
 def _origin(program: Program, instruction: Instruction) -> str:

@@ -8,20 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_tpu_dist.programs.device_groups import Groups, replica_groups
+from keras_tpu_dist.tools.hlo.operations import OperationKind, operation
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program
 from keras_tpu_dist.tools.hlo.wire import Wire, latency_of, seconds_of, sent_bytes
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-# The last two pass a computation to a SparseCore: until libtpu 0.0.50, and from 0.0.52 on.
-_ASYNCHRONOUS = ("async-start", "call-start", "custom-call-start")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -31,11 +21,16 @@ class Collective:
 
     Args:
         kind: `"all-reduce"` and so on.
+        name: Its name in the program.
+        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
+        axes: Mesh axes that it crosses.
+        group_size: Devices that take part together.
         bytes: Bytes of the whole array that is reduced or gathered.
         times: How often it runs per step; a fraction if it runs once in a launch of several steps.
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
+        sent_bytes: Bytes that one device sends in one run.
         seconds: Minimal time of one run by the speed of its links, and a microsecond for each hop
             if that is more; 0 if they are unknown.
         exposed: If it is asynchronous, the part of `seconds` that is not overlapped. Above 0 only
@@ -69,9 +64,13 @@ class Collective:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective an instruction starts or is, else `None`."""
+    """The kind of collective an instruction starts or is, else `None`.
+
+    Args:
+        instruction: Any instruction.
+    """
     opcode = instruction.opcode.removesuffix("-start")
-    return opcode if opcode in KINDS else None
+    return opcode if operation(opcode).kind is OperationKind.COLLECTIVE else None
 
 
 def find(
@@ -81,6 +80,11 @@ def find(
 
     The TPU compiler fuses a collective into the kernels it overlaps with, one copy in each; all
     copies have one channel, so the caller counts each channel once.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
+        instruction: The instruction to look into.
 
     Returns:
         Computation and instruction of the collective, its kind and whether it is asynchronous;
@@ -96,7 +100,8 @@ def find(
         # overlap with, it becomes a single operation again, which still has an
         # `async_collective_name`.
         return computation, instruction, kind, instruction.opcode.endswith("-start")
-    if instruction.opcode not in ("fusion", *_ASYNCHRONOUS):
+    handed_over = operation(instruction.opcode).kind is OperationKind.HANDOVER
+    if not handed_over and instruction.opcode != "fusion":
         return None
     for name in instruction.called:
         inner = program.computations[name]
@@ -112,7 +117,7 @@ def find(
                 for i in inner
                 if i.opcode == "custom-call"
             )
-            return inner, found[1], found[2], fused or instruction.opcode in _ASYNCHRONOUS
+            return inner, found[1], found[2], fused or handed_over
     return None
 
 
@@ -132,7 +137,7 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
         return ()
     members = np.stack(np.unravel_index(np.array(groups[0]), sizes))
     found = []
-    for (name, size), positions in zip(axes, members):
+    for (name, size), positions in zip(axes, members, strict=True):
         different = len(set(positions.tolist()))
         if different > 1:
             found.append(name if different == size else f"{name} (part)")
@@ -140,7 +145,12 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices that take part together; for a permute, pairs of different devices."""
+    """The groups of devices that take part together; for a permute, pairs of different devices.
+
+    Args:
+        instruction: The collective.
+        num_devices: What an empty list of groups stands for.
+    """
     if pairs := instruction.attribute("source_target_pairs"):
         found = replica_groups(pairs, num_devices)
         moved = tuple(p for p in found if p[0] != p[1])
@@ -162,9 +172,14 @@ def describe(
     """Measures one collective on the wire.
 
     Args:
+        computation: The computation that `instruction` is in.
         instruction: The collective, or the `send` of one between slices.
         kind: Its kind, as `find` tells it.
+        wire: The mesh that the program was compiled for.
+        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
+        times: How often it runs per step.
+        asynchronous: Whether the compiler overlaps it with other work.
     """
     measured = functools.partial(
         Collective,

@@ -20,6 +20,8 @@ def matrix_flops(
     as its forward one.
 
     Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
         instruction: Any instruction; one without a matrix product yields nothing.
 
     Yields:
@@ -55,7 +57,11 @@ def matrix_flops(
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's cycle estimate for one run, 0 if it reports none."""
+    """The compiler's cycle estimate for one run, 0 if it reports none.
+
+    Args:
+        instruction: Any instruction.
+    """
     cycles = instruction.number("estimated_cycles") or 0
     # The compiler writes 2^63-1 if it has no estimate.
     return cycles if cycles < 2**60 else 0
@@ -114,7 +120,7 @@ def _window(text: str | None, rank: int) -> list[tuple[int, int, int, int]]:
         return [int(n.split("_")[0]) for n in fields[name].split("x")]
 
     names = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-    return list(zip(*(numbers(*n) for n in names)))
+    return list(zip(*(numbers(*n) for n in names), strict=True))
 
 
 def _positions(

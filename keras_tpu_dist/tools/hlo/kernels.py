@@ -2,6 +2,7 @@
 
 import re
 
+from keras_tpu_dist.tools.hlo.operations import KERNEL
 from keras_tpu_dist.tools.hlo.parse import Instruction, Shape
 
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)(?:_segmented)?_(?:no_)?residuals\b")
@@ -17,14 +18,19 @@ _DKV_RESULTS = 4
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether the instruction is a hand-written TPU kernel."""
-    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
+    """Whether the instruction is a hand-written TPU kernel.
+
+    Args:
+        instruction: Any instruction.
+    """
+    return instruction.opcode == "custom-call" and KERNEL in instruction.attributes
 
 
 def stated(instruction: Instruction, key: str) -> int | None:
     """The cost that a Pallas kernel's author states; `None` without a statement.
 
     Args:
+        instruction: The kernel.
         key: Which part of the cost, such as `"flops"` or `"bytes_accessed"`.
     """
     at = instruction.attributes.find('"cost_estimate":')
@@ -41,6 +47,10 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
     empty (all blocks, if the name stack does not have the number), at the padded lengths. The
     forward kernel has two products, that of dq three and that of dk and dv four, because both
     backward kernels recompute the logits.
+
+    Args:
+        instruction: The kernel.
+        operands: The instructions that it reads, in order.
 
     Returns:
         Two per multiply-add, or `None` for a kernel without such information.
@@ -66,7 +76,11 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
 
 
 def counted_whole(instruction: Instruction) -> bool:
-    """Whether `flops` counted all blocks of flash attention because their number is not known."""
+    """Whether `flops` counted all blocks of flash attention because their number is not known.
+
+    Args:
+        instruction: The kernel.
+    """
     unsaid = stated(instruction, "flops") is None and _blocks(instruction) is None
     return unsaid and _splash(instruction) is not None
 

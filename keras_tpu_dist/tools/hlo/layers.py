@@ -53,7 +53,9 @@ def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
     scopes = [s.strip("()") for s in re.sub(r"jit\([^()]*\)", "", stack).split("/")[:-1]]
     return tuple(
         scope
-        for before, scope, after in zip(("", *scopes), scopes, (*scopes[1:], ""))
+        for before, scope, after in zip(
+            ("", *scopes), scopes, (*scopes[1:], ""), strict=False
+        )  # neighbours
         if scope and not _is_structure(before, scope, after, known)
     )
 
@@ -72,7 +74,11 @@ def _are_jax(outer: str, inner: str) -> bool:
 
 
 def phase(op_name: str) -> str:
-    """`"backward"` for what differentiation transposed, else `"forward"`."""
+    """`"backward"` for what differentiation transposed, else `"forward"`.
+
+    Args:
+        op_name: The name stack of an instruction.
+    """
     return "backward" if "transpose(" in op_name else "forward"
 
 

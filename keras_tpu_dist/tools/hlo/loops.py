@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from keras_tpu_dist.common.scopes import LAST_OF, RARE_BRANCH, RARE_LOOP
 from keras_tpu_dist.tools.hlo import collectives
+from keras_tpu_dist.tools.hlo.operations import OperationKind, operation
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program, size_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
 # Operations whose computations run apart from them. What others call, such as a fusion or a
 # reduction, is one kernel, or one scalar function.
-_CALLS = ("while", "conditional", "call", "async-start", "call-start", "custom-call-start")
+_CALLS = (OperationKind.CALL, OperationKind.HANDOVER)
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -33,6 +34,9 @@ class Execution:
     """An instruction outside of any fusion, and how often it runs in one call of the program.
 
     Args:
+        computation: The computation it is in.
+        instruction: The instruction.
+        times: How often it runs.
         loop: The outermost loop around it whose trip count is not known, counted as running once.
     """
 
@@ -47,6 +51,7 @@ class Executions:
     """Everything a program runs.
 
     Args:
+        executions: In program order, loop bodies after the loop.
         unknown_loops: Loops whose trip count the text does not say, counted as running once.
     """
 
@@ -60,6 +65,9 @@ def executions(program: Program) -> Executions:
     A loop for ids that a table's exchange has no room for counts nothing: it seldom runs at all. Of
     the branches of a conditional the one with most instructions counts, as it is not known
     which one runs.
+
+    Args:
+        program: The program.
     """
     found: list[Execution] = []
     unknown: list[str] = []
@@ -83,7 +91,10 @@ def _callees(
 ) -> Iterator[tuple[Computation, float | None]]:
     opcode = instruction.opcode
     # A collective that is passed to a SparseCore is found in the operation that passes it.
-    if opcode not in _CALLS or collectives.find(program, computation, instruction) is not None:
+    if (
+        operation(opcode).kind not in _CALLS
+        or collectives.find(program, computation, instruction) is not None
+    ):
         return
     called = [program.computations[n] for n in instruction.called if n in program.computations]
     if opcode == "while":
@@ -105,6 +116,11 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 
     Read from the CPU compiler's annotation, or from the comparison in the loop's condition: both
     sides before the loop and after one step give the number of steps until it is false.
+
+    Args:
+        program: The program, to look up the loop's condition and body.
+        computation: The computation that `loop` is in.
+        loop: The `while` instruction.
 
     Returns:
         The count, or `None` if it depends on data.

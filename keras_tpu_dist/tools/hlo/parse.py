@@ -52,6 +52,8 @@ class Shape:
     """One array of an instruction's result.
 
     Args:
+        dtype: XLA's name, as in `"bf16"`.
+        dims: Sizes of its dimensions on one device.
         memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
         layout: Its layout in memory, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
             slowest, and the tiles that it is made of.
@@ -81,6 +83,7 @@ class Shape:
         """Bytes that a part of it takes, with the padding of its tiles.
 
         Args:
+            dims: Sizes of the part.
             whole_tiles: Whether all of each tile is moved, as for an update, or only the rows of
                 it that are asked for.
         """
@@ -99,7 +102,7 @@ class Shape:
     def tiles(self) -> dict[int, int]:
         """The dimensions that tiles cut, and their sizes in a tile."""
         order, tile = _read_layout(self.layout)[:2]
-        return dict(zip(order, tile))
+        return dict(zip(order, tile, strict=False))  # a tile cuts the innermost dimensions
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,7 +173,11 @@ class Instruction:
         return match[1] if match else ""
 
     def attribute(self, name: str) -> str | None:
-        """The text of `name=...` up to the comma that ends it, with its braces and brackets."""
+        """The text of `name=...` up to the comma that ends it, with its braces and brackets.
+
+        Args:
+            name: The attribute's name, such as `"replica_groups"`.
+        """
         start = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.attributes)
         if start is None:
             return None
@@ -179,6 +186,9 @@ class Instruction:
     def called_by(self, name: str) -> str | None:
         """The computation in attribute `name`, such as `body`.
 
+        Args:
+            name: The attribute's name.
+
         Returns:
             The computation's name, or `None` without the attribute.
         """
@@ -186,12 +196,20 @@ class Instruction:
         return text.lstrip("%") if text else None
 
     def integers(self, name: str) -> list[int] | None:
-        """The integers in attribute `name`, or `None` without it."""
+        """The integers in attribute `name`, or `None` without it.
+
+        Args:
+            name: The attribute's name.
+        """
         text = self.attribute(name)
         return None if text is None else [int(n) for n in _INTEGER.findall(text)]
 
     def number(self, key: str) -> int | None:
-        """The integer of `"key":"123"` in the compiler's own annotations."""
+        """The integer of `"key":"123"` in the compiler's own annotations.
+
+        Args:
+            key: The annotation's key, such as `"estimated_cycles"`.
+        """
         at = self.attributes.find(f'"{key}":')
         match = _INTEGER.search(self.attributes, at) if at >= 0 else None
         return int(match[0]) if match else None
@@ -233,7 +251,11 @@ class Computation:
         return iter(self.instructions)
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions an instruction reads."""
+        """The instructions an instruction reads.
+
+        Args:
+            instruction: An instruction of this computation.
+        """
         return [self.by_name[n] for n in instruction.operand_names if n in self.by_name]
 
     @functools.cached_property
@@ -272,7 +294,11 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads the text of a compiled program, `compiled.as_text()`."""
+    """Reads the text of a compiled program, `compiled.as_text()`.
+
+    Args:
+        text: HLO of the TPU or the CPU compiler.
+    """
     computations: dict[str, Computation] = {}
     entry = current = None
     if not isinstance(text, str):
@@ -308,7 +334,12 @@ def parse(text: str) -> Program:
 
 
 def size_of(program: Program, computation: Computation) -> int:
-    """The number of instructions of a computation and of all that it calls."""
+    """The number of instructions of a computation and of all that it calls.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation.
+    """
     name, sizes = computation.name, program.sizes
     if name not in sizes:
         called = [n for i in computation for n in i.called if n in program.computations]

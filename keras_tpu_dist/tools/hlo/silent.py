@@ -7,9 +7,17 @@ it takes is instructions before it is bytes. The constants are the compiler's ow
 
 from keras_tpu_dist.hardware.chips import Chip
 from keras_tpu_dist.tools.hlo import collectives, cost, traffic
+from keras_tpu_dist.tools.hlo.operations import OperationKind, operation
 from keras_tpu_dist.tools.hlo.parse import Computation, Instruction, Program
 
-_NO_KERNELS = ("custom-call", "send", "recv", "infeed", "outfeed", "copy-start", "slice-start")
+# What runs beside the main core, and what is no kernel of the compiler.
+_NO_KERNELS = (
+    OperationKind.HOST,
+    OperationKind.START,
+    OperationKind.HANDOVER,
+    OperationKind.UPDATE,
+    OperationKind.DONE,
+)
 # Cycles of each index of a scatter, and of each tile of it; sixteen at a time are fetched, changed
 # and written back.
 _SCATTER = {"v2": 60, "v3": 60, "v4": 102, "v5e": 56, "v5p": 102, "v6e": 64, "tpu7x": 73}
@@ -28,6 +36,12 @@ def cycles(program: Program, computation: Computation, instruction: Instruction,
 
     The larger of the time in which HBM moves its bytes and, if it goes index by index, that of its
     instructions. What runs beside the main core (copies, collectives, a SparseCore) counts nothing.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
+        instruction: Any instruction.
+        chip: What the program was compiled for.
     """
     if computation.thread or not _is_silent(program, computation, instruction):
         return 0
@@ -39,8 +53,7 @@ def cycles(program: Program, computation: Computation, instruction: Instruction,
 
 
 def _is_silent(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    opcode = instruction.opcode
-    if opcode.startswith(_NO_KERNELS) or opcode.endswith(("-start", "-done", "-update")):
+    if instruction.opcode == "custom-call" or operation(instruction.opcode).kind in _NO_KERNELS:
         return False
     if cost.estimated_cycles(instruction):
         return False

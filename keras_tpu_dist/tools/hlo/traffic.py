@@ -5,31 +5,9 @@ import re
 from dataclasses import dataclass
 
 from keras_tpu_dist.tools.hlo import kernels
+from keras_tpu_dist.tools.hlo.operations import Counted, operation
 from keras_tpu_dist.tools.hlo.parse import LANES, Computation, Instruction, Program, Shape
 
-# Views of other buffers, and what only starts or ends something counted elsewhere.
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "iota",
-    "partition-id",
-    "replica-id",
-    "after-all",
-    "domain",
-    "opt-barrier",
-    "optimization-barrier",
-    "async-start",
-    "call-start",
-    "custom-call-start",
-}
-_ELSEWHERE = ("-done", "-update")
-_SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "transpose", "copy", "convert"}
 # The compiler's kernel for an update that starts anywhere goes in blocks of at most so many rows.
 _MOST_ROWS = 512
@@ -50,32 +28,32 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     memory are free.
 
     Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
         instruction: Any instruction. A fusion is one kernel; a loop or a call costs nothing itself.
     """
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith(_ELSEWHERE):
+    counted = operation(instruction.opcode).counted
+    if counted is Counted.NOTHING:
         return 0
-    if opcode == "custom-call":
+    if counted is Counted.KERNEL:
         return _custom_call_bytes(computation, instruction)
-    if opcode == "fusion":
+    if counted is Counted.FUSION:
         return _fusion_bytes(program, computation, instruction)
     operands = computation.operands(instruction)
     out = sum(s.hbm_bytes for s in instruction.shapes)
-    if opcode in ("copy-start", "slice-start"):
+    if counted is Counted.TRANSFER:
         # the result repeats the source's shape, a slice's before its own; only the copy is written
-        moved = instruction.shapes[1 if opcode == "slice-start" else 0]
+        moved = instruction.shapes[1 if instruction.opcode == "slice-start" else 0]
         read = moved.window_bytes(moved.dims) if operands[0].shapes[0].memory_space == 0 else 0
         return read + moved.hbm_bytes
-    if opcode in _SLICES:
+    if counted is Counted.SLICE:
         return out + _slice_bytes(operands[0].shapes[0], instruction) + _all(operands[1:])
-    if opcode in ("dynamic-update-slice", "scatter"):
+    if counted is Counted.CHANGED:
         targets = len(instruction.shapes)
         scoped = scoped_bytes(instruction)
         moved = [_update_bytes(computation, instruction, k, scoped) for k in range(targets)]
         return sum(moved) + _all(operands[targets:])
-    if opcode.endswith("-start"):
-        return _all(operands)
-    return out + _all(operands)
+    return (0 if counted is Counted.READ else out) + _all(operands)
 
 
 def _all(operands: list[Instruction]) -> int:
@@ -122,7 +100,7 @@ def _fusion_bytes(program: Program, computation: Computation, fusion: Instructio
     operands = computation.operands(fusion)
     aliases = _aliases(fusion, operands)
     total, in_place = 0, set()
-    for number, ((root, k), shape) in enumerate(zip(_roots(inner), fusion.shapes)):
+    for number, ((root, k), shape) in enumerate(zip(_roots(inner), fusion.shapes, strict=True)):
         changed = _changed(program, inner, root, k)
         if changed is None or not _is_in_place(changed, number, aliases):
             total += shape.hbm_bytes
@@ -131,7 +109,7 @@ def _fusion_bytes(program: Program, computation: Computation, fusion: Instructio
             in_place.add(update)
             if shape.memory_space == 0:
                 total += _update_bytes(where, update, which, scoped_bytes(fusion))
-    for parameter, operand in zip(inner.parameters, operands):
+    for parameter, operand in zip(inner.parameters, operands, strict=True):
         full = sum(s.hbm_bytes for s in operand.shapes)
         if full:
             total += min(full, _bytes_taken(program, inner, parameter, in_place))
@@ -164,7 +142,7 @@ def _changed(program: Program, inner: Computation, root: Instruction, k: int) ->
     updates: list[tuple[Computation, Instruction, int]] = []
     at = _behind_views(inner, root)
     while True:
-        if at.opcode in ("dynamic-update-slice", "scatter"):
+        if operation(at.opcode).counted is Counted.CHANGED:
             updates.append((inner, at, k))
             at = inner.operands(at)[k]
         elif at.opcode == "fusion" and len(at.shapes) == 1:
@@ -205,7 +183,7 @@ def _bytes_taken(
         operands = user.operand_names
         if user.opcode in _VIEWS:
             total += _bytes_taken(program, inner, user, in_place)
-        elif user.opcode in _SLICES and operands[0] == parameter.name:
+        elif operation(user.opcode).counted is Counted.SLICE and operands[0] == parameter.name:
             total += _slice_bytes(parameter.shapes[0], user)
         elif user in in_place and operands.count(parameter.name) == 1:
             # What an update reads of its target is counted with what it writes.
@@ -268,7 +246,13 @@ def _update_bytes(computation: Computation, update: Instruction, k: int, scoped:
 def by_index(
     program: Program, computation: Computation, kernel: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """The scatter or gather that a kernel is, fusions looked into, and the computation it is in."""
+    """The scatter or gather that a kernel is, fusions looked into, and the computation it is in.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `kernel` is in.
+        kernel: Any instruction.
+    """
     where, at = computation, kernel
     while at.opcode == "fusion":
         where = program.computations[at.called[0]]
@@ -284,6 +268,8 @@ def indices_and_window(
     """How many indices a scatter or a gather has, and the part of the array that each is of.
 
     Args:
+        computation: The computation that it is in.
+        scatter: The scatter or the gather.
         k: Which of the arrays, of a scatter that updates several.
     """
     if scatter.opcode == "gather":
@@ -307,11 +293,18 @@ def is_sorted(scatter: Instruction) -> bool:
 
     The main core's kernel then streams all of the array through the chip, however few indices
     there are: it reads and writes one window after the other.
+
+    Args:
+        scatter: The scatter.
     """
     return "indices_are_sorted=true" in scatter.attributes
 
 
 def scoped_bytes(instruction: Instruction) -> int:
-    """On-chip memory that a kernel of the compiler works in, beside its operands; 0 if unsaid."""
+    """On-chip memory that a kernel of the compiler works in, beside its operands; 0 if unsaid.
+
+    Args:
+        instruction: The kernel.
+    """
     found = _SCOPED.search(instruction.attributes)
     return int(found[1]) if found else 0

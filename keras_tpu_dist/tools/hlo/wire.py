@@ -23,6 +23,9 @@ def seconds_per_byte(
     crosses the same links.
 
     Args:
+        topology: The slice.
+        devices: The mesh's devices, flattened.
+        kind: `"all-reduce"` and so on.
         groups: The groups of devices that compute it at once: positions in `devices`. Groups of
             other slices than the first's have links of their own, and are left out.
 
@@ -94,7 +97,9 @@ class Wire:
     """The devices of a mesh in the order in which the program numbers them.
 
     Args:
+        axes: Mesh axis names and sizes, in mesh order.
         devices: The mesh's devices, flattened; empty if their links are unknown.
+        topology: The slice they belong to, or `None`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -113,6 +118,7 @@ class Wire:
         Args:
             axes: From the names of the mesh axes to their sizes, in mesh order.
             devices: The mesh's devices, flattened; empty if their links are unknown.
+            topology: The slice they belong to, or `None`.
         """
         return cls(tuple(axes.items()), tuple(devices), topology)
 
@@ -142,6 +148,7 @@ def sent_bytes(kind: str, whole: int, size: int) -> float:
     """Bytes each of `size` devices sends, at least, for an array of `whole` bytes.
 
     Args:
+        kind: `"all-reduce"` and so on.
         whole: Bytes of the whole array: what is reduced, or what is gathered.
         size: Devices that take part together; fewer than two send nothing.
 
@@ -159,6 +166,12 @@ def sent_bytes(kind: str, whole: int, size: int) -> float:
 
 def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> float:
     """Time of a collective over mesh axes at the links' full speed.
+
+    Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
+        axes: The mesh axes that it crosses; those of size 1 cost nothing.
 
     Returns:
         Seconds; 0 where the links are unknown.
@@ -190,6 +203,9 @@ def seconds_of(wire: Wire, kind: str, whole: float, groups: Groups) -> tuple[str
     """The network that groups talk over, and the least time that their collective takes there.
 
     Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
         groups: Who takes part together, all at once; for a permute, the pairs.
 
     Returns:
@@ -272,6 +288,7 @@ def bandwidth_of(wire: Wire, groups: Groups) -> tuple[str, float]:
     dimension that it extends along gives two if it closes to a ring, else one.
 
     Args:
+        wire: The mesh.
         groups: Who talks to whom; the first group stands for all.
     """
     topology = wire.topology

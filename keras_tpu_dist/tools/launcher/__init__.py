@@ -1,1 +1,1 @@
-"""Starts processes, passes on their output, and restarts them. Imports no JAX."""
+"""Starts processes, passes on their output, and says which one failed. Imports no JAX."""

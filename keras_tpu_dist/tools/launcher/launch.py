@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_tpu_dist.common import records
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.launched import (
     COORDINATOR,
@@ -28,12 +27,10 @@ from keras_tpu_dist.common.launched import (
     Failure,
     failure_of,
     note_ended,
-    step_of,
 )
 from keras_tpu_dist.common.paths import absolute_path
 from keras_tpu_dist.hardware.environment import simulated_environment
 from keras_tpu_dist.tools.launcher.output import Reader
-from keras_tpu_dist.tools.launcher.restart import Interrupted, Outcome, Restarts, started_again
 
 _GRACE_S = 10.0
 # If a process was killed, the errors of the others explain nothing, so there is no need to wait.
@@ -43,6 +40,8 @@ _TO_SAVE_S = 25.0
 _POLL_S = 0.05
 # For reading the last output of the processes after all have ended.
 _TO_READ_S = 5.0
+# What ends within such a time of another end may be its cause.
+_SAME_S = 1.0
 # The first rank of ends that only follow from the end of another process.
 _CONSEQUENCE = 3
 # Errors in other processes that follow from the failure of one.
@@ -66,9 +65,8 @@ def launch(
     devices: int | None,
     grace_s: float = _GRACE_S,
     *,
-    restarts: Restarts | None = None,
+    restarts: int = 0,
     logs: str | os.PathLike | None = None,
-    goodput: str | os.PathLike | None = None,
 ) -> int:
     """Runs a command as several processes that `ktd.initialize()` joins.
 
@@ -78,11 +76,13 @@ def launch(
     launcher end all of them. They listen only on the loopback address.
 
     Args:
+        command: The program and its arguments.
+        num_processes: The number of processes.
         devices: Simulated CPU devices per process; `None` for one process with the environment of
             the launcher and the devices of this machine.
         grace_s: Seconds for the others to end by themselves after one has failed, and again
             between SIGTERM and SIGKILL.
-        restarts: Whether and how to restart all processes; by default, they are not restarted.
+        restarts: How many times all processes start again after one has failed.
         logs: The folder for the full output; by default a temporary folder, deleted if nothing
             fails.
 
@@ -103,29 +103,24 @@ def launch(
         ) from None
     # A killed launcher may have left files.
     shutil.rmtree(folder / _REPORTS, ignore_errors=True)
-    file = None if goodput is None else absolute_path(goodput)
-    code = 1
-    limits = restarts or Restarts()
-    codes: list[int] = []
-
-    def one(number: int, attempt: int) -> Outcome:
-        again = limits.limit > 0
-        outcome = _Start(command, number, devices, folder, attempt, file, again).run(grace_s)
-        codes.append(outcome.code)
-        return outcome
-
+    code, attempt = 1, 0
     try:
         with _sigterm_raises():
-            code = started_again(one, num_processes, limits, file)
-    except (KeyboardInterrupt, Interrupted) as error:
-        code = 128 + (signal.SIGTERM if isinstance(error, Interrupted) else signal.SIGINT)
-        if file is not None:
-            records.try_append(file, records.ENDED, code=code)
+            while code and attempt <= restarts:
+                if attempt:
+                    _print(f"restart {attempt} of {restarts}")
+                attempt += 1
+                start = _Start(command, num_processes, devices, folder, attempt, restarts > 0)
+                code = start.run(grace_s)
+            if code and restarts:
+                _print(f"no restart: {restarts} of {restarts} restarts are used up")
+    except (KeyboardInterrupt, _Terminated) as error:
+        code = 128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder / _REPORTS, ignore_errors=True)
             # Messages about a failure name a file in the folder.
-            if logs is None and not code and not any(codes):
+            if logs is None and not code and attempt == 1:
                 shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -133,7 +128,7 @@ def launch(
 _REPORTS = ".reports"
 
 
-class _Terminated(Interrupted):
+class _Terminated(BaseException):
     """The launcher got SIGTERM, and must end its processes."""
 
 
@@ -186,19 +181,22 @@ class _Start:
         devices: int | None,
         folder: Path,
         attempt: int,
-        goodput: str | None,
         again: bool,
     ):
         self._again = again
         self._command, self._number, self._devices = command, num_processes, devices
-        self._folder, self._attempt, self._goodput = folder, attempt, goodput
+        self._folder, self._attempt = folder, attempt
         self._reports = folder / _REPORTS / str(attempt)
         self._processes: list[subprocess.Popen] = []
         self._readers: list[Reader] = []
         self._ends: dict[int, _End] = {}
 
-    def run(self, grace_s: float) -> Outcome:
-        """Starts all processes, and waits until all have ended."""
+    def run(self, grace_s: float) -> int:
+        """Starts all processes, waits until all have ended, and prints what failed first.
+
+        Returns:
+            The exit code.
+        """
         self._reports.mkdir(parents=True)
         began = time.monotonic()
         last_s = grace_s
@@ -223,7 +221,7 @@ class _Start:
             until = time.monotonic() + _TO_READ_S
             for reader in self._readers:
                 reader.join(max(0.0, until - time.monotonic()))
-        return self._outcome(time.monotonic() - began)
+        return self._code(time.monotonic() - began)
 
     def _environments(self) -> list[dict[str, str]]:
         with socket.socket() as free:
@@ -241,8 +239,6 @@ class _Start:
                 one |= simulated_environment(self._devices)
                 one |= {COORDINATOR: address, NUM_PROCESSES: str(self._number)}
                 one[PROCESS_ID] = str(number)
-            if self._goodput is not None:
-                one[records.GOODPUT] = self._goodput
             found.append(one)
         return found
 
@@ -252,11 +248,6 @@ class _Start:
         failed = [end for end in self._ends.values() if end.code]
         if not failed:
             return
-        if self._goodput is not None:
-            first = self._first(failed)
-            step = self._step()
-            fields = {"process": first.number, "code": first.code, "step": step}
-            records.try_append(self._goodput, records.FAILED, **fields)
         killed = self._again and any(end.code < 0 for end in failed)
         end = time.monotonic() + (min(grace_s, _GRACE_AFTER_KILL_S) if killed else grace_s)
         while time.monotonic() < end and len(self._ends) < self._number:
@@ -302,16 +293,26 @@ class _Start:
         """
         ended = [end for end in self._ends.values() if not end.code]
         first = min((*failed, *(end for end in ended if end.failure)), key=self._rank)
-        before = [end for end in ended if end.at < first.at]
-        lost = first.failure is not None and _LOST in first.failure.words
-        consequence = lost or self._rank(first)[0] >= _CONSEQUENCE
-        return min(before, key=lambda end: end.at) if consequence and before else first
+        # Ends within one look at the processes have no order; one that left without a word, as by
+        # `os._exit(0)`, is what ended the others.
+        left = [end for end in ended if not end.failure and end.at < first.at + _SAME_S]
+        reported = first.failure is not None
+        if not reported and first.code == -signal.SIGABRT and not self._is_aborted(first):
+            # Not JAX says that another one is gone: only what ended just then can be the cause.
+            before = [end for end in left if end.at > first.at - _SAME_S]
+        elif self._rank(first)[0] >= _CONSEQUENCE or _LOST in self._words(first):
+            before = [end for end in ended if end.at < first.at or end in left]
+        else:
+            before = []
+        return min(before, key=lambda end: end.at, default=first)
 
-    def _step(self) -> int | None:
-        steps = [step_of(self._reports / str(number)) for number in range(self._number)]
-        return max((step for step in steps if step is not None), default=None)
+    def _words(self, end: _End) -> str:
+        """The text of a process's error, as it reported or printed it."""
+        printed = self._readers[end.number].folded.error
+        return end.failure.words if end.failure is not None else (printed or ("", ""))[1]
 
-    def _outcome(self, seconds: float) -> Outcome:
+    def _code(self, seconds: float) -> int:
+        """The exit code; prints which process failed first, if one failed."""
         reports = [failure_of(self._reports / str(number)) for number in range(self._number)]
         # Processes that reported an error, and were ended while they waited for the others.
         late = [
@@ -321,7 +322,7 @@ class _Start:
         ]
         failed = [end for end in (*self._ends.values(), *late) if end.code]
         if not failed:
-            return Outcome(0, self._number, seconds, self._step())
+            return 0
         first = self._first(failed)
         aborted = self._is_aborted(first)
         others = [end for end in failed if end is not first]
@@ -332,25 +333,21 @@ class _Start:
         reader = self._readers[first.number]
         error, words = _named(first, reader, aborted)
         of_this = reader.folded.error is not None and reader.folded.error[0] == error
-        return Outcome(
-            code=code if code > 0 else 128 - code,
-            processes=self._number,
-            seconds=seconds,
-            step=self._step(),
-            first=first.number,
-            error=error,
-            words=words,
-            frames=tuple(reader.folded.frames if of_this else ()),
-            log=str(reader.path),
+        text = (
+            f"process {first.number} of {self._number} on {socket.gethostname()} failed first, "
+            f"{seconds:.0f} s after its start: {words}"
         )
+        frames = reader.folded.frames if of_this else ()
+        _print("\n".join([text, *frames, f"  full output: {reader.path}"]))
+        return code if code > 0 else 128 - code
 
 
 def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     """The name of the cause that ended a process, and a description."""
     if end.code < 0 and not (aborted and end.failure is not None):
         number = -end.code
-        known = number in {Signal.value for Signal in signal.Signals}  # not a real-time signal
-        name = signal.Signals(number).name if known else f"signal {number}"
+        has_name = number in {member.value for member in signal.Signals}  # not a real-time signal
+        name = signal.Signals(number).name if has_name else f"signal {number}"
         return name, f"killed by {name}"
     if end.code == EXIT_TERMINATED:
         return "SIGTERM", f"preempted (SIGTERM, exit code {EXIT_TERMINATED})"
@@ -361,6 +358,10 @@ def _named(end: _End, reader: Reader, aborted: bool) -> tuple[str, str]:
     if end.code == 1 and reader.folded.error is not None:
         return reader.folded.error
     return f"exit code {end.code}", f"exit code {end.code}"
+
+
+def _print(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def _write(text: str) -> None:

@@ -40,7 +40,11 @@ class Folded:
         self.frames: list[str] = []
 
     def take(self, line: str) -> Iterator[str]:
-        """Takes a line, and yields the lines to print now."""
+        """Takes a line, and yields the lines to print now.
+
+        Args:
+            line: The line, without its end.
+        """
         if not self._held:
             if line == _BEGIN:
                 self._held = [line]
@@ -115,6 +119,12 @@ def _of_others(left: Counter[str]) -> list[str]:
 class Reader:
     """Reads the output of one process, and prints it with the process's number in front.
 
+    Args:
+        lines: Its output.
+        number: The process's number.
+        path: The log file.
+        write: A function that prints a text.
+
     Attributes:
         ended_by_jax: Whether JAX aborted the process because another one is gone.
     """
@@ -130,7 +140,11 @@ class Reader:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end of the output."""
+        """Waits for the end of the output.
+
+        Args:
+            timeout_s: The longest time to wait, in seconds.
+        """
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -43,7 +43,7 @@ class Simulated:
         import jax
 
         # JAX takes the parts for copies of one array, and hands each device its own.
-        arrays = [jax.device_put(part, d) for part, d in zip(parts, self._devices)]
+        arrays = [jax.device_put(part, d) for part, d in zip(parts, self._devices, strict=True)]
         return jax.make_array_from_single_device_arrays(
             arrays[0].shape, self._each_its_own, arrays, dtype=arrays[0].dtype
         )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_tpu_dist.common.printed import Printed
-from keras_tpu_dist.show.page import Page, TableCell, definitions, document, sortable
+from keras_tpu_dist.show.page import Page, TableCell, definitions, document, table_of_cells
 from keras_tpu_dist.show.text import duration_text, text_table
 
 _MOST_SHOWN = 8
@@ -84,6 +84,8 @@ class Verification(Page):
         libtpu: The version of the compiler.
         as_on_chip: Whether products rounded their operands as the chip does.
         kernels: The names of hand-written kernels that ran in interpreted form.
+        unlisted: Elementwise operations that this version has in no table, and so ran as XLA's CPU
+            compiler has them.
         instructions: The number of instructions of the program.
         first_wrong_pass: The pass that makes the program wrong, if it is wrong and one is found.
         seconds: How long it took.
@@ -108,6 +110,7 @@ class Verification(Page):
     libtpu: str
     as_on_chip: bool = False
     kernels: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
     instructions: int = 0
     first_wrong_pass: WrongPass | None = None
     seconds: float = 0.0
@@ -153,6 +156,7 @@ class Verification(Page):
         """The attributes by name, as plain data."""
         plain = {**vars(self), "rows": [row.to_dict() for row in self.rows]}
         plain["kernels"] = list(self.kernels)
+        plain["unlisted"] = list(self.unlisted)
         plain["first_wrong_pass"] = self.first_wrong_pass and asdict(self.first_wrong_pass)
         return {
             **plain,
@@ -208,6 +212,12 @@ class Verification(Page):
         )
         if self.kernels:
             yield "interpreted", "kernels " + ", ".join(self.kernels)
+        if self.unlisted:
+            yield (
+                "not in the table",
+                f"{', '.join(self.unlisted)}: ran as XLA's CPU compiler has them, which may differ "
+                "from the chip",
+            )
         rounding = "as the chip rounds them" if self.as_on_chip else "in full precision"
         yield "products", f"{rounding}"
         if self.first_wrong_pass is not None:
@@ -218,7 +228,9 @@ class Verification(Page):
 
     def _blocks(self) -> Iterable[str]:
         yield definitions([("verdict", self._verdict()), *self._facts()])
-        yield sortable(_HEADER, [[TableCell(text) for text in _cells(row)] for row in self.rows])
+        yield table_of_cells(
+            _HEADER, [[TableCell(text) for text in _cells(row)] for row in self.rows]
+        )
         if self.upstream_report:
             yield definitions([("to report", self.upstream_report)])
 

@@ -1,6 +1,7 @@
 """Verify: what the TPU compiler makes of a model, run on simulated devices beside one device."""
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -16,6 +17,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import FLAG, SECONDS, one_of, require
 from keras_tpu_dist.common.checks import whole as whole_number
 from keras_tpu_dist.common.errors import runtime_error, value_error
+from keras_tpu_dist.common.left_out import counted
 from keras_tpu_dist.hardware.versions import DISABLED_PASSES, libtpu_version, version_text
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.host_arrays import padded
@@ -31,7 +33,6 @@ from keras_tpu_dist.tools.dryrun.build import (
     Lowered,
     Subject,
     ToCompile,
-    fresh_optimizer,
     lower,
 )
 from keras_tpu_dist.tools.dryrun.compile import (
@@ -42,6 +43,7 @@ from keras_tpu_dist.tools.dryrun.compile import (
     run_job,
 )
 from keras_tpu_dist.tools.dryrun.inputs import check_asked, symbolic
+from keras_tpu_dist.tools.hlo.operations import unlisted
 from keras_tpu_dist.tools.hlo.parse import parse
 from keras_tpu_dist.tools.replay import execute
 from keras_tpu_dist.tools.replay.kernels import interpreted, kernel_name
@@ -49,6 +51,8 @@ from keras_tpu_dist.tools.replay.passes import first_wrong
 from keras_tpu_dist.tools.replay.report import Row, Verification
 from keras_tpu_dist.tools.replay.rewrite import runnable
 from keras_tpu_dist.training.protocol import Strategy
+
+logger = logging.getLogger("keras_tpu_dist")
 
 _MODES = ("train", "evaluate", "predict")
 # They store operands of products as bfloat16, which a chip rounds them to anyway. Without them,
@@ -253,7 +257,7 @@ def _with_values(build: Build, shapes: tuple, mode: str) -> Iterator[keras.Model
     with _keras.compiled_anew(build):
         try:
             if optimizer is not None and not optimizer.built:
-                build.optimizer = fresh_optimizer(optimizer)
+                build.optimizer = _keras.fresh_optimizer(optimizer)
             _keras.symbolic_build(build, symbolic(shapes), mode)
             yield build
         finally:
@@ -317,6 +321,23 @@ def _expected(lowered: Lowered, reference: _Reference) -> Expected:
     )
 
 
+def job_to_run(
+    lowered: ToCompile, options: dict[str, Any] | None = None, as_on_chip: bool = False
+) -> dict[str, Any]:
+    """What the compiler's process is to make a program of that is run here.
+
+    Args:
+        options: Further options of the compiler.
+        as_on_chip: Whether the program may store operands of products as bfloat16.
+    """
+    job: dict[str, Any] = {**job_of(lowered, "exact"), "to_run": True}
+    wanted: dict[str, Any] = {**job["compiler_options"], **(options or {})}
+    if not as_on_chip:
+        passes = [*ROUNDING_PASSES, wanted.get(DISABLED_PASSES, "")]
+        wanted[DISABLED_PASSES] = ",".join(name for name in passes if name)
+    return {**job, "compiler_options": wanted}
+
+
 class TPUProgram:
     """The TPU's program, and what it computes on simulated devices.
 
@@ -354,6 +375,10 @@ class TPUProgram:
         """
         rows = self.rows()
         wrong = any(not row.equal for row in rows)
+        program = parse(self._answer["text"])
+        found = None
+        if wrong and not self._as_on_chip:
+            found = counted("the first wrong pass", lambda: first_wrong(self), None, logger.warning)
         return Verification(
             **of_program,
             rows=tuple(rows),
@@ -362,18 +387,14 @@ class TPUProgram:
             libtpu=version_text(libtpu_version()),
             as_on_chip=self._as_on_chip,
             kernels=self._names,
-            instructions=sum(len(c.instructions) for c in parse(self._answer["text"])),
-            first_wrong_pass=first_wrong(self) if wrong and not self._as_on_chip else None,
+            unlisted=unlisted(program),
+            instructions=sum(len(computation.instructions) for computation in program),
+            first_wrong_pass=found,
             seconds=time.perf_counter() - started,
         )
 
     def _compile(self, options: dict[str, Any]) -> dict[str, Any]:
-        job: dict[str, Any] = {**job_of(self._lowered, "exact"), "to_run": True}
-        wanted: dict[str, Any] = {**job["compiler_options"], **options}
-        if not self._as_on_chip:
-            passes = [*ROUNDING_PASSES, wanted.get(DISABLED_PASSES, "")]
-            wanted[DISABLED_PASSES] = ",".join(name for name in passes if name)
-        job["compiler_options"] = wanted
+        job = job_to_run(self._lowered, options, self._as_on_chip)
         answer, _ = run_compiler(self._lowered, job, self._timeout, self._where)
         if error := answer.get("error"):
             raise runtime_error(

@@ -124,7 +124,7 @@ def _longer(shorter: Sequence[int], longer: Sequence[int], times: int) -> int | 
     """The only dimension that differs, if it is so many times as long."""
     if len(shorter) != len(longer):
         return None
-    differ = [d for d, (one, other) in enumerate(zip(shorter, longer)) if one != other]
+    differ = [d for d, (one, other) in enumerate(zip(shorter, longer, strict=True)) if one != other]
     if len(differ) != 1 or shorter[differ[0]] * times != longer[differ[0]]:
         return None
     return differ[0]

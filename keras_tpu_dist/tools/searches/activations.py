@@ -7,17 +7,16 @@ any mesh is known.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
-from keras_tpu_dist.programs.calls import calls, rank
+from keras_tpu_dist.programs.calls import rank
 from keras_tpu_dist.programs.dimensions import dimensions, regrouped
-from keras_tpu_dist.programs.jaxprs import opened
+from keras_tpu_dist.programs.graph import ENTER, Atom, graph_of
 
 # The origin of a dimension: the batch, or a weight's number and its dimension.
 Origin = tuple[int, int]
@@ -32,11 +31,13 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
     """The origins of a result's dimensions.
 
     Args:
+        equation: The equation.
         operands: The origins of the operands; `None` for constants.
+        number: The number of the result.
     """
     shape = tuple(getattr(equation.outvars[number].aval, "shape", ()))
     ndims = map(rank, equation.invars)
-    known = [(_NONE,) * n if o is None else o for n, o in zip(ndims, operands)]
+    known = [(_NONE,) * n if o is None else o for n, o in zip(ndims, operands, strict=True)]
     moved = dimensions(equation)
     if moved is None:
         return _by_size(equation, known, shape)
@@ -54,12 +55,17 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
 
 
 def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
-    """The origins of operands' dimensions, derived from those of the results."""
+    """The origins of operands' dimensions, derived from those of the results.
+
+    Args:
+        equation: The equation.
+        made: The origins of the results.
+    """
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
     asked = [tuple(frozenset([(-2 - n, d)]) for d in range(len(s))) for n, s in enumerate(shapes)]
     found: dict[Origin, frozenset[Origin]] = {}
     for number, origins in enumerate(made):
-        for takes, known in zip(origins_of(equation, asked, number), origins):
+        for takes, known in zip(origins_of(equation, asked, number), origins, strict=True):
             for place in takes:
                 found[place] = found.get(place, _NONE) | known
     return [
@@ -68,7 +74,12 @@ def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
 
 
 def weight_origins(number: int, ndim: int) -> Origins:
-    """The origins of a weight's own dimensions."""
+    """The origins of a weight's own dimensions.
+
+    Args:
+        number: The number of the weight.
+        ndim: The number of its dimensions.
+    """
     return tuple(frozenset([(number, d)]) for d in range(ndim))
 
 
@@ -76,6 +87,7 @@ def batch_origins(shape: Sequence[int], rows: int) -> Origins:
     """The origins of the dimensions of a model's input.
 
     Args:
+        shape: Its shape.
         rows: The number of rows in the batch; they are the first dimension.
     """
     batch = frozenset([BATCH])
@@ -85,7 +97,7 @@ def batch_origins(shape: Sequence[int], rows: int) -> Origins:
 def _dot(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
     _, shared = equation.params["dimension_numbers"]
     left, right = operands
-    for to, (a, b) in enumerate(zip(*shared)):
+    for to, (a, b) in enumerate(zip(*shared, strict=True)):
         found[to] = _shared(left, right, a, b)
 
 
@@ -127,7 +139,7 @@ def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Or
     anywhere."""
     known = [
         (tuple(atom.aval.shape), origins)
-        for atom, origins in zip(equation.invars, operands)
+        for atom, origins in zip(equation.invars, operands, strict=True)
         if any(origins)
     ]
     found = [
@@ -138,7 +150,12 @@ def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Or
     if alike or math.prod(shape) == 1:
         return tuple(found)
     for d, size in enumerate(shape):
-        places = (o for s, origins in known for n, o in zip(s, origins) if n == size > 1 and o)
+        places = (
+            o
+            for s, origins in known
+            for n, o in zip(s, origins, strict=True)
+            if n == size > 1 and o
+        )
         found[d] = found[d] or next((o for o in places if o not in found), _NONE)
     batch = any(BATCH in o for _, origins in known for o in origins)
     if batch and not any(BATCH in o for o in found):
@@ -155,13 +172,9 @@ _RULES = {
 }
 
 
-# The name of operations that pass a value into or out of a called program.
-ENTER = "enter"
-
-
 @dataclass(eq=False)
 class Value:
-    """A value of a trace.
+    """What is known of a value of a program.
 
     Attributes:
         seen: Its shape in the trace; within a `shard_map`, that on one device.
@@ -186,7 +199,11 @@ class Value:
         return math.prod(self.shape) * self.itemsize
 
     def comes_from(self, origins: Origins) -> None:
-        """Adds origins to its dimensions."""
+        """Adds origins to its dimensions.
+
+        Args:
+            origins: Those of every dimension.
+        """
         self.origins, self.shape = origins, self.seen
         if self.parts > 1:
             rows = next((d for d, o in enumerate(origins) if BATCH in o), None)
@@ -196,12 +213,9 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of a trace.
+    """An operation of a program, with its values; `None` for constants.
 
     Attributes:
-        name: Its primitive's name, or `ENTER`.
-        operands: The values that it reads; `None` for constants.
-        sliced: How many leading dimensions `ENTER` removes, as a loop does.
         body: For every result, the value that the body of a loop computes. The origins of gradients
             are rather those of the weights that the loop reads.
     """
@@ -210,85 +224,68 @@ class Operation:
     equation: Any
     operands: list[Value | None]
     results: list[Value]
-    sliced: int = 0
-    body: list[Value | None] = field(default_factory=list)
+    body: list[Value | None]
+
+
+class _Values(dict[Atom, Value]):
+    """The values of a program, by their atoms."""
+
+    def __missing__(self, atom: Atom) -> Value:
+        dtype = getattr(atom.aval, "dtype", None)
+        plain = dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+        value = Value(atom.shape, np.dtype(dtype).itemsize if plain else 4, atom.devices)
+        value.comes_from((_NONE,) * len(atom.shape))
+        return self.setdefault(atom, value)
+
+    def of(self, atoms: Sequence[Atom]) -> list[Value | None]:
+        """Those of some atoms; `None` for constants."""
+        return [self[atom] if atom.constant is None else None for atom in atoms]
 
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A trace divided into values and operations.
+    """A program with the origins of its values.
 
     Attributes:
         outputs: Its results; `None` for constants.
     """
 
-    inputs: tuple[Value, ...]
-    operations: tuple[Operation, ...]
-    outputs: tuple[Value | None, ...]
+    inputs: list[Value]
+    operations: list[Operation]
+    outputs: list[Value | None]
 
 
 def program_of(trace: Any, num_weights: int, rows: int) -> TracedProgram:
-    """Divides a trace into values and operations.
+    """Reads a trace for the origins of its values.
 
     Args:
         trace: The trace; its first inputs are the weights.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
     """
-    jaxpr = opened(trace)
-    names = {v: _value(v.aval, 1) for v in (*jaxpr.invars, *jaxpr.constvars)}
-    inputs = tuple(names[v] for v in jaxpr.invars)
+    graph, values = graph_of(trace, bodies=True), _Values()
+    inputs = [values[atom] for atom in graph.inputs]
     for number, value in enumerate(inputs):
         weight = number < num_weights
         ndim = len(value.seen)
         value.comes_from(
             weight_origins(number, ndim) if weight else batch_origins(value.seen, rows)
         )
-    operations = tuple(_flat(jaxpr, names, 1))
+    operations = [
+        Operation(
+            read.name,
+            read.equation,
+            values.of(read.operands),
+            [values[atom] for atom in read.results],
+            values.of(read.body),
+        )
+        for read in graph.operations
+    ]
     for operation in operations:
         _read(operation)
     for operation in reversed(operations):
         _read_back(operation)
-    outputs = (None if isinstance(v, core.Literal) else names[v] for v in jaxpr.outvars)
-    return TracedProgram(inputs, operations, tuple(outputs))
-
-
-def _value(aval: Any, parts: int) -> Value:
-    shape = tuple(getattr(aval, "shape", ()))
-    dtype = getattr(aval, "dtype", None)
-    plain = dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-    value = Value(shape, np.dtype(dtype).itemsize if plain else 4, parts)
-    value.comes_from((frozenset(),) * len(shape))
-    return value
-
-
-def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation]:
-    """The operations of a program and of those that it calls."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        operands = [_of(names, atom) for atom in equation.invars]
-        called = calls(equation)
-        # Of one program, with a known number of rounds, the operations are known.
-        call = called[0] if len(called) == 1 and called[0].kind in ("call", "loop") else None
-        inner: dict[Any, Value] = {}
-        if call is not None:
-            body, own_parts = call.jaxpr, parts * call.devices
-            inner = {v: _value(v.aval, own_parts) for v in (*body.invars, *body.constvars)}
-            for i, v in zip(call.operands, body.invars):
-                sliced = rank(equation.invars[i]) - rank(v)
-                yield Operation(ENTER, equation, [operands[i]], [inner[v]], sliced)
-            yield from _flat(body, inner, own_parts)
-        results = [_value(v.aval, parts) for v in equation.outvars]
-        names.update(zip(equation.outvars, results))
-        made = [] if call is None else [_of(inner, atom) for atom in call.jaxpr.outvars]
-        if call is None or call.kind == "loop":
-            # A loop writes the values that it carries and stacks.
-            yield Operation(name, equation, operands, results, body=made)
-            continue
-        for operand, result in zip(made, results):
-            yield Operation(ENTER, equation, [operand], [result])
-
-
-def _of(names: dict[Any, Value], atom: Any) -> Value | None:
-    return None if isinstance(atom, core.Literal) else names[atom]
+    return TracedProgram(inputs, operations, values.of(graph.outputs))
 
 
 def _read_back(operation: Operation) -> None:
@@ -299,12 +296,16 @@ def _read_back(operation: Operation) -> None:
         return
     made = [v.origins for v in operation.results]
     if operation.name == ENTER:
-        known = [((frozenset(),) * operation.sliced + made[0])]
+        # A loop takes slices of operands.
+        ndim = len(operation.operands[0].seen) if operation.operands[0] else 0
+        known = [((_NONE,) * (ndim - len(made[0])) + made[0])]
     else:
         known = origins_back(operation.equation, made)
-    for value, origins in zip(operation.operands, known):
+    for value, origins in zip(operation.operands, known, strict=True):
         if value is not None and value.parts == 1 and len(origins) == len(value.seen):
-            value.comes_from(tuple(o or back for o, back in zip(value.origins, origins)))
+            value.comes_from(
+                tuple(o or back for o, back in zip(value.origins, origins, strict=True))
+            )
 
 
 def _read(operation: Operation) -> None:
@@ -319,7 +320,7 @@ def _read(operation: Operation) -> None:
             value.comes_from(origins_of(operation.equation, origins, number))
         elif origins[0] is not None and (value.parts == 1 or any(BATCH in o for o in origins[0])):
             # Code for one device gets whole weights.
-            value.comes_from(origins[0][operation.sliced :])
+            value.comes_from(origins[0][len(origins[0]) - len(value.seen) :])
     for value in operation.operands:
         if value is not None:
             value.readers.append(operation)
@@ -377,6 +378,8 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]
     Args:
         trace: The program, such as one that returns gradients. Its first inputs are the weights,
             and its results are the gradients of the first of them.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
     """
     program = program_of(trace, num_weights, rows)
     # Twice: the first pass holds every result that saves memory. A result all of whose inputs are
@@ -407,7 +410,8 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]
 def _gradients(program: TracedProgram) -> dict[Value, int]:
     """The values that are held for the results, until the optimizer has read them."""
     found: dict[Value, int] = {}
-    for number, (weight, result) in enumerate(zip(program.inputs, program.outputs)):
+    # The gradients are those of the first inputs, the weights.
+    for number, (weight, result) in enumerate(zip(program.inputs, program.outputs, strict=False)):
         for root in () if result is None else result.roots:
             # A product may have computed it transposed.
             if math.prod(root.shape) == math.prod(weight.shape):
@@ -438,6 +442,8 @@ def peak_bytes(
     """The largest number of bytes that are held at one time on one device.
 
     Args:
+        buffers: The arrays that are held.
+        parts: The number of parts into which a mesh splits a dimension.
         scattered: The additional number of parts in which the gradient of a weight is held.
     """
     changes = [0.0] * (max((b.dies for b in buffers), default=0) + 2)
@@ -445,7 +451,10 @@ def peak_bytes(
     for buffer in buffers:
         kind = (buffer.shape, buffer.itemsize, buffer.origins)
         if kind not in sizes:
-            dims = [size / parts(origins) for size, origins in zip(buffer.shape, buffer.origins)]
+            dims = [
+                size / parts(origins)
+                for size, origins in zip(buffer.shape, buffer.origins, strict=True)
+            ]
             sizes[kind] = _tiled(dims) * buffer.itemsize
         size = sizes[kind]
         if buffer.gradient is not None:

@@ -1,10 +1,12 @@
 """Strategies to consider for a slice: meshes, plans, split optimizers, remat policies."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from keras_tpu_dist.common.checks import TEXT, require
+from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
@@ -12,7 +14,6 @@ from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.hlo import Wire, seconds_over
-from keras_tpu_dist.training.protocol import Strategy
 
 # Splitting a weight further than this makes products too thin for the matrix units.
 _MOST_MODEL_WAYS = 16
@@ -50,12 +51,12 @@ class Candidate(Printed):
     @property
     def way(self) -> tuple[Any, ...]:
         """The mesh and the layout, without the other choices."""
-        return self.mesh, self.layout
+        return self.mesh, repr(self.layout)
 
     @property
     def whatever_order(self) -> tuple[Any, ...]:
         """Everything except the order of the mesh's axes."""
-        return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
+        return tuple(sorted(self.mesh)), repr(self.layout), self.shard_optimizer, self.remat
 
     def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
         """The strategy.
@@ -70,17 +71,6 @@ class Candidate(Printed):
             shard_optimizer=self.shard_optimizer,
             remat=self.remat,
         )
-
-    @classmethod
-    def of(cls, strategy: Strategy) -> "Candidate":
-        """The arguments of an existing strategy.
-
-        Args:
-            strategy: The strategy.
-        """
-        options = strategy.options
-        mesh = tuple(strategy.mesh.shape.items())
-        return cls(mesh, strategy.layouts.layout, options.shard_optimizer, options.remat)
 
     @property
     def line(self) -> str:
@@ -114,10 +104,45 @@ def _layout_code(layout: Any) -> str:
     return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
 
 
+def candidates_of(among: Any) -> list[Candidate]:
+    """The candidates that a user names, as mappings of arguments or as candidates."""
+    several = isinstance(among, Sequence) and not isinstance(among, str)
+    if not several or not among:
+        raise value_error(
+            "among is a list of strategies to compare.",
+            received={"among": among},
+            fix='Write for example among=[{"mesh": {"data": 8}, "layout": "fsdp"}].',
+        )
+    return [each if isinstance(each, Candidate) else _candidate_of(each) for each in among]
+
+
+def _candidate_of(arguments: Any) -> Candidate:
+    words = [field.name for field in fields(Candidate)]
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("mesh"), Mapping):
+        raise value_error(
+            f"A strategy to compare is a mapping with {', '.join(words)}, of which mesh is needed.",
+            received={"among": arguments},
+            fix='Write for example {"mesh": {"data": 2, "model": 4}, "layout": "tensor_parallel"}.',
+        )
+    for word in arguments:
+        if word not in words:
+            raise value_error(
+                f"A strategy to compare has only {', '.join(words)}.",
+                received={"among": arguments},
+                fix=f"Leave {word!r} out.",
+                name=str(word),
+                choices=words,
+            )
+    options: dict[str, Any] = {**arguments, "mesh": tuple(arguments["mesh"].items())}
+    require("a strategy to compare", TEXT, True, remat=options.get("remat"))
+    return Candidate(**options)
+
+
 def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candidate]:
     """All candidates for a number of devices.
 
     Args:
+        devices: The number of devices.
         topology: The slice, to distinguish orders of axes by its links; `None` for one order of
             each.
     """

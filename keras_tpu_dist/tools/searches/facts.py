@@ -75,7 +75,13 @@ class Facts:
 
 
 class DescribedModel:
-    """A model without memory, from which facts and layouts are derived."""
+    """A model without memory, from which facts and layouts are derived.
+
+    Args:
+        model: The model.
+        batch: Its batch's shapes.
+        strategy: The strategy in whose scope it was built.
+    """
 
     def __init__(self, model: keras.Model, batch: tuple, strategy: TPUStrategy):
         self._model, self._batch, self._strategy = model, batch, strategy
@@ -83,7 +89,12 @@ class DescribedModel:
         self._weights = _keras.variables_of(model)
 
     def facts(self, rows: int, policies: Sequence[str | None]) -> Facts:
-        """Traces the forward pass."""
+        """Traces the forward pass.
+
+        Args:
+            rows: The number of rows in the batch.
+            policies: The remat policies to trace.
+        """
         with plain_operations():
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trace = jax.make_jaxpr(forward)(*arguments)
@@ -104,7 +115,11 @@ class DescribedModel:
         )
 
     def specs(self, strategy: TPUStrategy) -> list[Spec]:
-        """The axes of each weight's dimensions under another strategy."""
+        """The axes of each weight's dimensions under another strategy.
+
+        Args:
+            strategy: The strategy.
+        """
         placement = strategy.placement(self._model)
         every = [(placement.decision(v).axes, len(v.shape)) for v in self._weights]
         # A layout may leave out dimensions at its end.
@@ -144,6 +159,13 @@ class DescribedModel:
 def describing(
     build: Build, strategy: TPUStrategy, given: Inputs, rows: int
 ) -> Iterator[DescribedModel]:
-    """The model of a build function, without memory."""
+    """The model of a build function, without memory.
+
+    Args:
+        build: See `keras_tpu_dist.dry_run`.
+        strategy: The strategy to build it under.
+        given: `x`, `y`, `sample_weight` and `sequence_length`; see there.
+        rows: The number of rows in the batch.
+    """
     with described(Subject(build, strategy, rows, given), []) as (model, batch):
         yield DescribedModel(model, batch, strategy)

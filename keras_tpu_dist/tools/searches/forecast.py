@@ -34,12 +34,22 @@ class Ground:
     shard_optimizer: bool
 
     def ways(self, axes: Sequence[str]) -> int:
-        """The number of parts into which axes split something."""
+        """The number of parts into which axes split something.
+
+        Args:
+            axes: The axes.
+        """
         sizes = dict(self.wire.axes)
         return math.prod(sizes[axis] for axis in axes)
 
     def seconds(self, kind: str, whole: float, axes: Sequence[str]) -> float:
-        """Seconds of a collective over axes."""
+        """Seconds of a collective over axes.
+
+        Args:
+            kind: `"all-reduce"` and so on.
+            whole: Bytes of the whole array.
+            axes: The axes.
+        """
         return seconds_over(self.wire, kind, whole, axes)
 
     def seconds_to_wait(self, kind: str, whole: float, axes: Sequence[str]) -> float:
@@ -77,7 +87,11 @@ class Placed:
         return self.batches / self.ground.ways(self.ground.data_axes)
 
     def split(self, index: int) -> list[tuple[str, ...]]:
-        """The axes of every dimension that stay split while a weight is used: the model axes."""
+        """The axes of every dimension that stay split while a weight is used: the model axes.
+
+        Args:
+            index: The number of the weight.
+        """
         return self._splits[index]
 
     @functools.cached_property
@@ -95,16 +109,28 @@ class Placed:
         return max(map(self.ground.ways, every), default=1)
 
     def stored(self, index: int) -> tuple[str, ...]:
-        """The data axes that split a stored weight."""
+        """The data axes that split a stored weight.
+
+        Args:
+            index: The number of the weight.
+        """
         data = self.ground.data_axes
         return tuple(axis for axes in self.specs[index] for axis in axes if axis in data)
 
     def ways(self, index: int) -> int:
-        """The number of parts in which a weight is stored."""
+        """The number of parts in which a weight is stored.
+
+        Args:
+            index: The number of the weight.
+        """
         return math.prod(map(self.ground.ways, self.specs[index]))
 
     def used_ways(self, index: int) -> int:
-        """The number of parts in which a weight is used."""
+        """The number of parts in which a weight is used.
+
+        Args:
+            index: The number of the weight.
+        """
         return math.prod(map(self.ground.ways, self.split(index)))
 
     @functools.cached_property
@@ -113,7 +139,11 @@ class Placed:
         return frozenset(lookup.weight for lookup in self.facts.lookups)
 
     def columns(self, index: int) -> float:
-        """The columns of a table's rows on one device; 0 for a vector, which has none."""
+        """The columns of a table's rows on one device; 0 for a vector, which has none.
+
+        Args:
+            index: The number of the weight.
+        """
         shape, axes = self.facts.weights[index].shape, self.specs[index]
         return shape[-1] / self.ground.ways(axes[-1]) if len(shape) > 1 else 0.0
 
@@ -142,11 +172,20 @@ class Placed:
         return width.is_shorter_for(weight.shape, ways, by_rows, lookups)
 
     def in_a_loop(self, product: MatrixProduct) -> bool:
-        """Whether a product runs in a loop instead of once on every device."""
+        """Whether a product runs in a loop instead of once on every device.
+
+        Args:
+            product: The product.
+        """
         return product.times > self.ground.wire.size
 
     def sides(self, product: MatrixProduct, weight: int) -> tuple[Side, Side]:
-        """The dimensions that a product sums over, and the features that it computes."""
+        """The dimensions that a product sums over, and the features that it computes.
+
+        Args:
+            product: The product.
+            weight: The weight that it reads.
+        """
         shape, split = self.facts.weights[weight].shape, self.split(weight)
         found = []
         for summed in (True, False):
@@ -193,7 +232,11 @@ _COLUMNS = 128
 
 
 def padding(size: float) -> float:
-    """The factor by which padding to full columns increases the chip's work."""
+    """The factor by which padding to full columns increases the chip's work.
+
+    Args:
+        size: The number of columns.
+    """
     return math.ceil(size / _COLUMNS) * _COLUMNS / size if size else 1.0
 
 
@@ -210,7 +253,12 @@ class Part:
 
 
 def part_of(placed: Placed, product: MatrixProduct) -> Part:
-    """One device's part of a product."""
+    """One device's part of a product.
+
+    Args:
+        placed: The model on its mesh.
+        product: The product.
+    """
     ground, often = placed.ground, product.times * placed.share
     whole = product.flops * often / ground.topology.peak_flops()
     read, written = product.read_bytes * often, product.written_bytes * often
@@ -255,6 +303,8 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     one piece at a time.
 
     Args:
+        placed: The model on its mesh.
+        product: The product.
         again: The share of the forward pass that is recomputed.
     """
     ground, weight = placed.ground, product.weight
@@ -286,7 +336,11 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
 
 
 def table_bytes(placed: Placed) -> float:
-    """Bytes moved for tables in another layout: with at least 128 columns, or by their width."""
+    """Bytes moved for tables in another layout: with at least 128 columns, or by their width.
+
+    Args:
+        placed: The model on its mesh.
+    """
     moved = 0.0
     for index in placed.tables:
         weight, wide = placed.facts.weights[index], padding(placed.columns(index))
@@ -303,7 +357,11 @@ def table_bytes(placed: Placed) -> float:
 
 
 def output_bytes(placed: Placed) -> float:
-    """Bytes of the model's outputs on one device, split as the last product's features."""
+    """Bytes of the model's outputs on one device, split as the last product's features.
+
+    Args:
+        placed: The model on its mesh.
+    """
     ways = 1
     last = next((p for p in reversed(placed.facts.products) if p.weight is not None), None)
     if last is not None and last.weight is not None and last.times == 1:
@@ -312,7 +370,12 @@ def output_bytes(placed: Placed) -> float:
 
 
 def links(placed: Placed, again: float) -> float:
-    """Seconds on the links at full speed, as if nothing overlapped with them."""
+    """Seconds on the links at full speed, as if nothing overlapped with them.
+
+    Args:
+        placed: The model on its mesh.
+        again: The share of the forward pass that is recomputed.
+    """
     seconds = 0.0
     last: tuple | None = None
     for product in placed.facts.products:
@@ -392,7 +455,11 @@ def _columns_bytes(placed: Placed, lookup: Lookup) -> float:
 
 
 def looked_up(placed: Placed) -> float:
-    """Seconds to look all ids up in tables by their width, and to add up their gradients."""
+    """Seconds to look all ids up in tables by their width, and to add up their gradients.
+
+    Args:
+        placed: The model on its mesh.
+    """
     return sum(
         # A row takes as long as gathering some bytes.
         2
@@ -446,6 +513,10 @@ _GATHERED = 2
 def memory_of(placed: Placed, policy: str | None) -> tuple[float, float, float]:
     """Forecasts the memory of a train step.
 
+    Args:
+        placed: The model on its mesh.
+        policy: The remat policy.
+
     Returns:
         Bytes of the state, the most that is held at one time between operations, and all of it.
     """
@@ -479,6 +550,9 @@ def _state_bytes(placed: Placed) -> float:
 def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
     """A function for the number of parts of an activation's dimension, relative to the traced
     batch.
+
+    Args:
+        placed: The model on its mesh.
     """
     ground, facts = placed.ground, placed.facts
     looped = {p.weight for p in facts.products if placed.in_a_loop(p)}
@@ -562,7 +636,15 @@ class Forecast:
 def forecast(
     facts: Facts, specs: Sequence[Spec], ground: Ground, rows: int, policy: str | None
 ) -> Forecast:
-    """Forecasts a train step."""
+    """Forecasts a train step.
+
+    Args:
+        facts: The facts about the model.
+        specs: The axes of every weight's dimensions.
+        ground: The mesh.
+        rows: Rows of all devices together.
+        policy: The remat policy.
+    """
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
     state, held, total = memory_of(placed, policy)
@@ -605,7 +687,8 @@ def _written_bytes(placed: Placed, policy: str | None) -> float:
     """Bytes written on one device between the operations of a step, without gradients."""
     parts = parts_on(placed)
     return sum(
-        math.prod(size / parts(origins) for size, origins in zip(b.shape, b.origins)) * b.itemsize
+        math.prod(size / parts(origins) for size, origins in zip(b.shape, b.origins, strict=True))
+        * b.itemsize
         for b in placed.facts.kept[policy].buffers
         if b.gradient is None
     )

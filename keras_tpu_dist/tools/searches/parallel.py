@@ -32,8 +32,10 @@ def compiled_together(
     Args:
         chosen: The candidates, each with a `candidate`.
         lower: Creates the program, in this thread; if that fails, it returns a candidate instead.
+        compile_: Compiles a candidate's program, in another thread.
         begin: Called with the name of the stage that starts.
         until: The time after which no other compilation starts, by `time.monotonic()`.
+        first: Whether one compilation starts in any case.
 
     Returns:
         The compiled candidates, in the order given, and those for which there was no time.

@@ -1,8 +1,8 @@
-"""The results of `search` and `compare`: candidates with the compiler's reports, ranked."""
+"""The result of `search`: candidates with the compiler's reports, ranked."""
 
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from keras_tpu_dist.show.page import (
     definitions,
     document,
     legend,
-    sortable,
+    table_of_cells,
 )
 from keras_tpu_dist.show.text import (
     duration_text,
@@ -40,8 +40,14 @@ _LONGEST_ERROR = 300
 # side.
 _FAR = 4
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
+# What ranks candidates on several slices, and what it means.
+_COSTS = {
+    "chip-h/1M": "chips times hours for a million rows",
+    "price/1M": "the price of a million rows",
+}
 # The columns of a page's table, in their order.
 _COLUMNS = (
+    "slice",
     "mesh",
     "layout",
     "optimizer",
@@ -51,34 +57,40 @@ _COLUMNS = (
     "step forecast",
     "memory",
     "step",
+    *_COSTS,
     "effort",
     "verdict",
     "bound by",
 )
 # The columns of the text, and those to leave out if the terminal is too narrow. Lines across the
 # table have the effort and the verdict.
-_IN_TEXT = ("mesh", "layout", "slots", "remat", "rows", "memory", "step", "bound by")
-_LEAVE_OUT = ("bound by",)
+_IN_TEXT = ("slice", "mesh", "layout", "slots", "remat", "rows", "memory", "step")
+_IN_TEXT += (*_COSTS, "bound by")
+_LEAVE_OUT = ("bound by", "memory", "step")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate, its forecast, and its dry run if the compiler has seen it.
+    """A candidate on a slice, its forecast, and its dry run if the compiler has seen it.
 
     Attributes:
         candidate: The strategy's arguments.
+        topology: The slice.
         rows: Rows of all devices together.
         forecast: The forecast in closed form, or `None`.
         run: The dry run, or `None` if it was not compiled; its `effort` is `"exact"` if the search
             compiled it again at its end.
         error: The reason why it could not be built or compiled.
+        price: The price of a chip-hour, if it was given.
     """
 
     candidate: Candidate
+    topology: Topology
     rows: int
     forecast: Forecast | None = None
     run: DryRun | None = None
     error: str | None = None
+    price: float | None = None
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
@@ -98,6 +110,16 @@ class Tried:
         return 0.0 if self.forecast is None else self.forecast.step_s / self.rows
 
     @property
+    def chip_hours(self) -> float:
+        """Chips times hours for a million rows, by the compiler, or else by the forecast, or 0."""
+        return 1e6 * self.seconds_a_row * self.topology.num_chips / 3600
+
+    @property
+    def cost(self) -> float:
+        """The price of a million rows, or its chip-hours if no price was given."""
+        return self.chip_hours * (1.0 if self.price is None else self.price)
+
+    @property
     def memory_bytes(self) -> int:
         """The memory of the compiled program: the maximum at one time if it fits, else the
         total."""
@@ -111,37 +133,41 @@ class Tried:
 def rank(tried: Tried) -> tuple[float, ...]:
     """The sort key of candidates: those that fit, those too large, those that were not compiled.
 
-    Among those that fit, the ones compiled twice come first, then the faster per row; among those
-    too large, the smallest comes first.
+    Among those that fit, the ones compiled twice come first, then the cheaper per row, which on one
+    slice are the faster; among those too large, the smallest comes first.
+
+    Args:
+        tried: The candidate.
     """
     run = tried.run
     if run is None:
         return (2.0,)
     if not run.fits:
         return 1.0, float(run.total_bytes)
-    return 0.0, float(run.effort != "exact"), tried.seconds_a_row
+    return 0.0, float(run.effort != "exact"), tried.cost
 
 
 @dataclass(frozen=True, repr=False)
 class Ranking(Page):
     """Candidates, the best first.
 
+    On one slice the fastest is the best. On several it is the one with the lowest price for a row,
+    or with the fewest chip-hours if no prices were given.
+
     Attributes:
-        topology: The slice.
-        compiled: The candidates that the compiler compiled or refused: those that fit, the fastest
+        topologies: The slices.
+        compiled: The candidates that the compiler compiled or refused: those that fit, the best
             first, then those too large, then those that could not be built.
         others: The candidates that were not compiled, by forecast.
         seconds: The time of the search.
         model: The model's name, if known.
-        calibration: The measurements on such chips that were used, in words; empty if none.
     """
 
-    topology: str
+    topologies: tuple[str, ...]
     compiled: tuple[Tried, ...]
     others: tuple[Tried, ...] = ()
     seconds: float = 0.0
     model: str = ""
-    calibration: str = ""
 
     @property
     def candidates(self) -> tuple[Tried, ...]:
@@ -150,7 +176,7 @@ class Ranking(Page):
 
     @property
     def best(self) -> Tried | None:
-        """The fastest that fits, or `None`."""
+        """The best that fits, or `None`."""
         first = self.compiled[0] if self.compiled else None
         return first if first is not None and first.run is not None and first.run.fits else None
 
@@ -168,7 +194,7 @@ class Ranking(Page):
         if best is None:
             raise value_error(
                 "No tried strategy fits the model into the slice.",
-                received={"model": self.model, "topology": self.topology},
+                received={"model": self.model, "topology": ", ".join(self.topologies)},
                 fix="Search a larger slice, or give a smaller batch_size.",
             )
         return best.candidate.strategy(topology)
@@ -178,7 +204,7 @@ class Ranking(Page):
         """The bottleneck of the best candidate, in words."""
         best = self.best
         if best is None or best.run is None or best.run.estimate is None:
-            return "nothing fits: the slice has too little memory for this model and batch"
+            return "nothing fits: there is too little memory for this model and batch"
         e, run = best.run.estimate, best.run
         used = best.memory_bytes / (run.limit_bytes or math.inf)
         parts = [
@@ -200,9 +226,10 @@ class Ranking(Page):
         spread = None if one is None else one.spread
         if one is None or other is None or spread is None or spread.error is None:
             return ""
-        if not other.fits or one.effort != other.effort:
+        same_chip = first.topology.chip == second.topology.chip
+        if not other.fits or one.effort != other.effort or not same_chip:
             return ""
-        ahead = second.seconds_a_row / first.seconds_a_row - 1
+        ahead = second.cost / first.cost - 1
         if ahead >= spread.error:
             return ""
         return (
@@ -215,29 +242,49 @@ class Ranking(Page):
         compiled = sum(tried.run is not None for tried in self.compiled)
         batch = {tried.rows for tried in self.candidates}
         of += f", batch {min(batch)}" if len(batch) == 1 else ""
-        by = f", calibrated by {self.calibration}" if self.calibration else ""
+        by = f", ranked by {_COSTS[self._cost]}" if self._cost else ""
         return (
-            f"{_counted(len(self.candidates))}{of} on {self.topology}, {compiled} "
+            f"{_counted(len(self.candidates))}{of} on {', '.join(self.topologies)}, {compiled} "
             f"compiled in {duration_text(self.seconds)}{by}"
         )
+
+    @property
+    def _cost(self) -> str:
+        """The column that ranks candidates, or `""` if their steps do."""
+        if any(tried.price is not None for tried in self.candidates):
+            return "price/1M"
+        return "chip-h/1M" if len(self.topologies) > 1 else ""
+
+    def _is_shown(self, column: str) -> bool:
+        """Whether a column may tell candidates apart."""
+        if column == "slice":
+            return len(self.topologies) > 1
+        return column not in _COSTS or column == self._cost
 
     def __str__(self) -> str:
         first = "none fits" if self.best is None else f"the first is {self.limit}"
         lines = [*wrapped(self._title(), text_width()), *wrapped(first, text_width())]
         lines += wrapped(self.undecided, text_width()) if self.undecided else []
-        if self.candidates:
-            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT, _LEAVE_OUT))
+        # Of several slices the candidates are too many for a text.
+        shown = self.candidates if len(self.topologies) == 1 else self.compiled
+        if shown:
+            lines.append(_grouped_table(shown, list(filter(self._is_shown, _IN_TEXT))))
+        if left := len(self.candidates) - len(shown):
+            lines.append(f"... {left} not compiled, which to_html and to_dict list")
         return "\n".join([*lines, *self._line()])
 
     def _line(self) -> list[str]:
         """The best strategy, as a line to copy."""
         best = self.best
-        return [] if best is None else [f"{best.candidate.line}  # batch_size={best.rows}"]
+        if best is None:
+            return []
+        on = f" on {best.topology.name}" if len(self.topologies) > 1 else ""
+        return [f"{best.candidate.line}  # batch_size={best.rows}{on}"]
 
     def _blocks(self) -> list[str]:
         header, rows = self._table()
         table = html_table(header, [[cell.text for cell in row] for row in rows])
-        return [*self._drawing(), table, *map(code, self._line())]
+        return [*self._drawings(), table, *map(code, self._line())]
 
     def _page(self) -> str:
         """A plot of step time against memory, and a table."""
@@ -245,12 +292,12 @@ class Ranking(Page):
         for row, tried in zip(rows, self.candidates, strict=True):
             row.append(self._bar(tried))
         of = f" for model {self.model!r}" if self.model else ""
-        title = f"{_counted(len(self.candidates))}{of} on {self.topology}"
-        head = f"<h1>{html.escape(title)}, the fastest that fits first</h1>"
-        table = sortable((*header, "of the HBM"), rows)
-        by = [f"<p>calibrated by {html.escape(self.calibration)}</p>"] if self.calibration else []
-        by += [f"<p>{html.escape(self.undecided)}</p>"] if self.undecided else []
-        parts = [head, *by, *map(code, self._line()), *self._drawing(), table, self._words()]
+        title = f"{_counted(len(self.candidates))}{of} on {', '.join(self.topologies)}"
+        first = f"by {_COSTS[self._cost]}" if self._cost else "the fastest that fits first"
+        head = f"<h1>{html.escape(title)}, {first}</h1>"
+        table = table_of_cells((*header, "of the HBM"), rows)
+        by = [f"<p>{html.escape(self.undecided)}</p>"] if self.undecided else []
+        parts = [head, *by, *map(code, self._line()), *self._drawings(), table, self._words()]
         return document(title, parts)
 
     def _words(self) -> str:
@@ -259,6 +306,7 @@ class Ranking(Page):
         bounds = {run.estimate.bound: None for run in runs if run.estimate}
         efforts = {run.effort: None for run in runs}
         words = [
+            *((name, _COSTS[name]) for name in filter(None, [self._cost])),
             *((f"bound by {name}", BOUNDS[name]) for name in bounds),
             *((f"effort {name}", EFFORTS[name]) for name in efforts),
         ]
@@ -268,12 +316,12 @@ class Ranking(Page):
         """The ranking as plain data."""
         return {
             "model": self.model,
-            "topology": self.topology,
+            "topologies": list(self.topologies),
             "seconds": self.seconds,
-            "calibration": self.calibration,
             "undecided": self.undecided,
             "candidates": [
                 {
+                    "topology": tried.topology.name,
                     "strategy": str(tried.candidate),
                     "mesh": dict(tried.mesh),
                     "layout": tried.layout,
@@ -283,6 +331,8 @@ class Ranking(Page):
                     "forecast_bytes": tried.forecast and tried.forecast.memory_bytes,
                     "forecast_step_s": tried.forecast and tried.forecast.step_s,
                     "run": tried.run and tried.run.to_dict(),
+                    "chip_hours_per_million_rows": tried.chip_hours,
+                    "price_per_million_rows": None if tried.price is None else tried.cost,
                     "error": tried.error,
                 }
                 for tried in self.candidates
@@ -291,10 +341,11 @@ class Ranking(Page):
 
     def _table(self) -> tuple[tuple[str, ...], list[list[TableCell]]]:
         """Header and numbered rows, without empty columns."""
-        rows = [cells_of(tried) for tried in self.candidates]
-        names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
+        rows = [_cells(tried) for tried in self.candidates]
+        shown = list(filter(self._is_shown, _COLUMNS))
+        names = [name for name in shown if any(row[name].text for row in rows)]
         if not rows:
-            return _COLUMNS[:2], []
+            return tuple(shown[:2]), []
         table = [[row[name] for name in names] for row in rows]
         for number, row in enumerate(table, 1):
             row[0] = TableCell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
@@ -311,9 +362,9 @@ class Ranking(Page):
         part = (share, NONE, size_text(tried.memory_bytes))
         return TableCell("", tried.memory_bytes, bar([part], mark))
 
-    def _points(self) -> Iterator[Point]:
+    def _points(self, topology: str) -> Iterator[Point]:
         for number, tried in enumerate(self.candidates, 1):
-            if tried.run is not None:
+            if tried.run is not None and tried.topology.name == topology:
                 seconds = tried.run.step_range
                 words, fits = (
                     f"{tried.candidate.mesh_text}, {tried.layout}",
@@ -321,13 +372,23 @@ class Ranking(Page):
                 )
                 yield Point(number, words, tried.layout, tried.memory_bytes, seconds, fits)
 
-    def _drawing(self) -> list[str]:
-        points = list(self._points())
+    def _drawings(self) -> list[str]:
+        """The plot of each slice, below its name if there are several."""
+        parts = []
+        for topology in self.topologies:
+            parts += [f"<h2>{html.escape(topology)}</h2>"] if len(self.topologies) > 1 else []
+            parts += self._drawing(topology)
+        return parts
+
+    def _drawing(self, topology: str) -> list[str]:
+        points = list(self._points(topology))
         if not any(point.seconds for point in points):
             why = "no candidate fits" if any(not p.fits for p in points) else "none has times"
             return [f"<p>{why}: step time is not drawn</p>"]
         limits = {
-            candidate.run.limit_bytes for candidate in self.candidates if candidate.run is not None
+            tried.run.limit_bytes
+            for tried in self.candidates
+            if tried.run is not None and tried.topology.name == topology
         }
         limit = limits.pop() if len(limits) == 1 else None
         far = (limit or 0) > _FAR * max(point.bytes for point in points)
@@ -349,10 +410,11 @@ def _shares(e: Estimate, seconds: float) -> str:
     return span_text(low, high, lambda share: f"{share:.0%}")
 
 
-def cells_of(tried: Tried) -> dict[str, TableCell]:
+def _cells(tried: Tried) -> dict[str, TableCell]:
     """The cells of a candidate in tables, by column."""
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
     cells = dict.fromkeys(_COLUMNS, TableCell("")) | {
+        "slice": TableCell(tried.topology.name),
         "mesh": TableCell(candidate.mesh_text),
         "layout": TableCell(tried.layout),
         "optimizer": TableCell("split" if candidate.shard_optimizer else ""),
@@ -371,45 +433,52 @@ def cells_of(tried: Tried) -> dict[str, TableCell]:
     if run.estimate is not None:
         cells["step"] = TableCell(run.estimate.span_words, run.estimate.step)
         cells["bound by"] = TableCell(run.estimate.bound)
+        # As a range, as the step's time is.
+        step = run.estimate.step
+        low, high = (end / step if step else 1.0 for end in run.estimate.span)
+        for name, cost in _costs(tried).items():
+            cells[name] = TableCell(span_text(low * cost, high * cost, _number_text), cost)
     return cells
+
+
+def _costs(tried: Tried) -> dict[str, float]:
+    return dict(zip(_COSTS, (tried.chip_hours, tried.cost), strict=True))
+
+
+def _number_text(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _text_cells(tried: Tried) -> dict[str, str]:
     """The cells of a candidate in text; forecasts if it was not compiled."""
-    cells = {name: cell.text for name, cell in cells_of(tried).items()}
+    cells = {name: cell.text for name, cell in _cells(tried).items()}
     if tried.run is None:
         cells["memory"], cells["step"] = cells["memory forecast"], cells["step forecast"]
+    if tried.run is None and tried.forecast is not None:
+        cells |= {name: _number_text(cost) for name, cost in _costs(tried).items()}
     return {**cells, "slots": cells["optimizer"]}
 
 
-def grouped_table(
-    candidates: Sequence[Any],
-    cells_of_one: Callable[[Any], Mapping[str, str]],
-    columns: Sequence[str],
-    leave_out: Sequence[str],
-) -> str:
+def _grouped_table(candidates: Sequence[Tried], columns: Sequence[str]) -> str:
     """A table of candidates in the order of their rank, with a line above each group.
 
     Args:
-        candidates: `Tried`, or objects with one as `tried`; at least one.
-        cells_of_one: From a candidate to its cells, by column.
         columns: The columns, in order; those without text are left out, and "rows" if all of them
             have as many.
-        leave_out: The columns to leave out if the terminal is too narrow, in this order.
     """
-    found = [cells_of_one(candidate) for candidate in candidates]
+    found = [_text_cells(candidate) for candidate in candidates]
     names = [name for name in columns if any(cells[name] for cells in found)]
     if len({cells["rows"] for cells in found}) == 1 and "rows" in names:
         names.remove("rows")
-    for name in leave_out:
+    for name in _LEAVE_OUT:
         # Columns have two spaces between them.
         widths = [2 + max(len(n), *(len(cells[n]) for cells in found)) for n in names]
         if name in names and sum(widths) > text_width():
             names.remove(name)
     rows: list[Sequence[str] | str] = []
     group = ""
-    for each, cells in zip(candidates, found, strict=True):
-        tried = getattr(each, "tried", each)
+    for tried, cells in zip(candidates, found, strict=True):
         if _group(tried) != group:
             group = _group(tried)
             rows.append(group)

@@ -16,7 +16,6 @@ import keras
 
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.hardware.simulation import simulate
-from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -25,6 +24,9 @@ _MODEL_OR_PAIR = "a model, or (model, strategy)"
 
 def build_function(name: str) -> Callable:
     """The function that an argument names.
+
+    From here to the end of the command `sys.argv` has the module's file alone, as if it was run:
+    the module, or the function, may parse it, and the command's options are not theirs.
 
     Args:
         name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
@@ -84,6 +86,8 @@ def _module_of_file(file: str) -> Any:
             fix="Check the path.",
         )
     path = path.resolve()
+    if (path.parent / "__init__.py").is_file():
+        return _module_of_package(path)
     _search_in(path.parent, os.getcwd())
     name = _free_name(path)
     spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
@@ -92,13 +96,33 @@ def _module_of_file(file: str) -> Any:
     found = module_from_spec(spec)
     # Pickles and dataclasses of a model look up their module.
     sys.modules[name] = found
+    sys.argv = [str(path)]
     spec.loader.exec_module(found)
     return found
 
 
+def _module_of_package(path: Path) -> Any:
+    """The module of a file that belongs to a package, which it may name, and import relatively."""
+    root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
+    package, *rest = path.relative_to(root).with_suffix("").parts
+    _search_in(root, os.getcwd())
+    first = find_spec(package)
+    if first is None or os.path.realpath(first.origin or "") != str(root / package / "__init__.py"):
+        raise value_error(
+            f"Python finds another {package!r} before the package of this file.",
+            received={"file": str(path), "found": first and first.origin},
+            fix="Give your package another name, or uninstall the other one.",
+        )
+    sys.argv = [str(path)]
+    return importlib.import_module(".".join([package, *rest]).removesuffix(".__init__"))
+
+
 def _module_named(name: str) -> Any:
-    _search_in(os.getcwd())
-    return importlib.import_module(name)
+    _search_in(os.getcwd(), os.path.join(os.getcwd(), "src"))
+    sys.argv = [name]
+    found = importlib.import_module(name)
+    sys.argv = [getattr(found, "__file__", None) or name]
+    return found
 
 
 def _search_in(*folders: str | os.PathLike[str]) -> None:
@@ -124,7 +148,11 @@ def _free_name(path: Path) -> str:
 
 
 def strategy_of(options: argparse.Namespace) -> TPUStrategy:
-    """The strategy that `--mesh`, `--layout` and so on describe."""
+    """The strategy that `--mesh`, `--layout` and so on describe.
+
+    Args:
+        options: The options of a command.
+    """
     return TPUStrategy(
         mesh_of(options.mesh),
         layout_of(options.layout),
@@ -135,7 +163,11 @@ def strategy_of(options: argparse.Namespace) -> TPUStrategy:
 
 
 def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
-    """A model and its strategy: both from the function, or the strategy from the options."""
+    """A model and its strategy: both from the function, or the strategy from the options.
+
+    Args:
+        options: The options of a command that builds a model on this machine.
+    """
     simulate_devices(options)
     build = build_function(options.build)
     given = (options.topology, options.mesh, options.layout, options.remat)
@@ -162,7 +194,12 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
 
 
 def model_of(name: str, command: str) -> keras.Model:
-    """The model that a function makes."""
+    """The model that a function makes.
+
+    Args:
+        name: `module:function` or `FILE.py:function`.
+        command: The command, for errors.
+    """
     model = build_function(name)()
     _check_model(model, model, name, command)
     return model
@@ -198,7 +235,11 @@ def simulate_devices(options: argparse.Namespace) -> None:
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:
-    """Axis sizes, from `data=64,model=4`."""
+    """Axis sizes, from `data=64,model=4`.
+
+    Args:
+        text: The word, or `None`.
+    """
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
@@ -216,7 +257,11 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
 
 
 def layout_of(text: str | None) -> Any:
-    """A layout, from its name or a JSON file."""
+    """A layout, from its name or a JSON file.
+
+    Args:
+        text: The word; `None` and `none` replicate.
+    """
     if text is None or text == "none":
         return None
     if not text.endswith(".json"):
@@ -225,7 +270,11 @@ def layout_of(text: str | None) -> Any:
 
 
 def remat_of(text: str | None) -> str | dict[str, str] | None:
-    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`."""
+    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`.
+
+    Args:
+        text: The word, or `None`.
+    """
     if text is None or "=" not in text:
         return text
     pairs = [rule.partition("=") for rule in text.split(",")]
@@ -269,30 +318,16 @@ def _array(text: str | None) -> Any:
         ) from None
 
 
-def topologies_of(text: str) -> list[Topology]:
-    """The slices in `v5e-8,v6e-8`."""
-    found = [Topology.parse(name.strip()) for name in text.split(",")]
-    if len({topology.name for topology in found}) < len(found):
-        raise value_error(
-            "--topology is a list of slices without repetitions.",
-            received={"topology": text},
-            fix="Write for example --topology v5e-8,v6e-8.",
-        )
-    return found
-
-
-def price_of(text: str | None) -> float | dict[str, float] | None:
-    """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`."""
+def prices_of(text: str | None) -> dict[str, float] | None:
+    """The prices of a chip-hour, from `v5e=1.20,v6e=2.70`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
     try:
-        if len(pairs) == 1 and not pairs[0][1]:
-            return float(text)
         return {chip.strip(): float(price) for chip, _, price in pairs}
     except ValueError:
         raise value_error(
-            "--price is the price of a chip-hour: one number, or one per chip.",
+            "--price is the price of a chip-hour for each chip.",
             received={"price": text},
-            fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
+            fix="Write --price v5e=1.20,v6e=2.70.",
         ) from None

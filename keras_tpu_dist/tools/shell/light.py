@@ -1,39 +1,20 @@
-"""Commands that need neither Keras nor JAX, and start at once."""
+"""The command `launch`, which needs neither Keras nor JAX, and starts at once."""
 
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.common.errors import value_error
-from keras_tpu_dist.common.records import check_ours
-from keras_tpu_dist.show.page import file_of
-from keras_tpu_dist.tools.goodput.report import goodput_of
 from keras_tpu_dist.tools.launcher.launch import launch
-from keras_tpu_dist.tools.launcher.restart import Restarts
 
 Answered = tuple[Any, int]
-
-
-def check_page(options: Namespace) -> None:
-    """Raises an error if the page cannot be written, before minutes of work."""
-    if options.html is not None:
-        file_of(options.html)
-
-
-def with_page(options: Namespace, answer: Any) -> Any:
-    """Writes an answer as a page if `--html` is given, and returns it."""
-    if options.html is not None:
-        answer.to_html(options.html)
-    return answer
 
 
 def _numbers(options: Namespace) -> tuple[int, int | None]:
     """How many processes there are, and how many devices each simulates."""
     given = {"processes": options.processes, "devices": options.devices}
-    given["processes_from"] = options.processes_from
     if options.here:
         if any(value is not None for value in given.values()):
             raise value_error(
@@ -49,12 +30,6 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
             "launch needs at least one process with at least one device.",
             received={"processes": processes, "devices": devices},
             fix="Write --processes 2 --devices 4.",
-        )
-    if options.processes_from is not None and not options.restart:
-        raise value_error(
-            "--processes-from is read before each restart.",
-            received={"processes_from": options.processes_from, "restart": options.restart},
-            fix="Add --restart 10.",
         )
     return processes, devices
 
@@ -77,39 +52,21 @@ def _launch(options: Namespace) -> Answered:
     processes, devices = _numbers(options)
     if not options.module:
         _check_file(options.script)
-    for name in ("backoff", "longest_backoff"):
-        if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
-            raise value_error(
-                "Seconds to wait must be at least 0.",
-                received={name: getattr(options, name)},
-                fix="Write --backoff 1 --longest-backoff 300.",
-            )
     if options.restart < 0:
         raise value_error(
             "The number of restarts must be at least 0.",
             received={"restart": options.restart},
             fix="Write --restart 10.",
         )
-    if options.goodput is not None:
-        file_of(options.goodput)
-        check_ours(options.goodput)
     as_module = ["-m"] if options.module else []
     command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
     return None, launch(
         command,
         processes,
         devices,
-        restarts=Restarts(
-            options.restart, options.backoff, options.longest_backoff, options.processes_from
-        ),
+        restarts=options.restart,
         logs=options.logs,
-        goodput=options.goodput,
     )
 
 
-def _goodput(options: Namespace) -> Answered:
-    check_page(options)
-    return with_page(options, goodput_of(options.file)), 0
-
-
-COMMANDS: dict[str, Callable[[Namespace], Answered]] = {"launch": _launch, "goodput": _goodput}
+COMMANDS: dict[str, Callable[[Namespace], Answered]] = {"launch": _launch}

@@ -19,8 +19,8 @@ from keras_tpu_dist.tools.launcher.output import Folded
 from keras_tpu_dist.tools.shell.parser import parser_of, program_name
 
 _INTERRUPTED, _NO_READER = 130, 141  # as in a shell: 128 plus the number of the signal
-# Commands that import neither Keras nor JAX, in `tools.shell.light`.
-_LIGHT = ("launch", "goodput")
+# The command that imports neither Keras nor JAX, in `tools.shell.light`.
+_LIGHT = "launch"
 # What this package raises with a text of its own.
 _FORESEEN = (ValueError, ImportError, RuntimeError, OSError)
 _OWN_FRAME = '  File "'
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `ktd`. Defaults to those of this process.
 
     Returns:
-        The exit code. 0: success. 1: nothing fits, lint or check finds something wrong, or there is
-        nothing to convert. 2: wrong arguments. 130: Ctrl-C. `launch` returns that of its processes.
+        The exit code. 0: success. 1: nothing fits, check finds something wrong, or there is nothing
+        to convert. 2: wrong arguments. 130: Ctrl-C. `launch` returns that of its processes.
 
     Raises:
         SystemExit: For unknown commands or options (code 2), and for help (code 0).
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    words = sys.argv
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -62,10 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, SystemExit) as error:
         _print_error(error)
         return 2
+    finally:
+        sys.argv = words  # a function of the user's may have been given others
 
 
 def _run(options: Any) -> int:
-    if options.command in _LIGHT:
+    if options.command == _LIGHT:
         commands = importlib.import_module("keras_tpu_dist.tools.shell.light")
     else:
         _make_quiet()

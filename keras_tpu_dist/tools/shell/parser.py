@@ -22,7 +22,11 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors start with the nearest valid word, if there is one."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage and the error, and exits with code 2."""
+        """Prints the usage and the error, and exits with code 2.
+
+        Args:
+            message: The error from `argparse`.
+        """
         hint = _nearest_choice(message) or _nearest_option(message, self.format_help())
         super().error(f"{hint.strip()} {message}" if hint else message)
 
@@ -46,6 +50,9 @@ def program_name() -> str:
 
 def parser_of(program: str) -> Parser:
     """The parser of all commands.
+
+    Args:
+        program: The name of the program, for usage lines.
 
     Returns:
         A parser whose options have `command`, the command's name, and `parser`, its own parser.
@@ -132,15 +139,13 @@ _EFFORT = _option(
     choices=("quick", "exact"),
     help="how hard the compiler tries; exact compiles as for training; default: quick",
 )
-_CALIBRATION = _option("--calibration", metavar="FILE", help="measurements on such chips, as JSON")
 _PRICE = _option(
     "--price",
-    help="the price of a chip-hour in any currency, to rank by price: 1.20, or v5e=1.20,v6e=2.70",
+    help="the price of a chip-hour in any currency, to rank by price: v5e=1.20,v6e=2.70",
 )
 
 
 _OF_A_SLICE = (_BUILD, _SLICE, *_STRATEGY)
-_OF_LAYOUTS = (_BUILD_OR_PAIR, *_HERE, *_STRATEGY)
 
 
 def _mode(modes: tuple[str, ...] = _MODES) -> Option:
@@ -157,7 +162,6 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             _JSON,
         ),
     ),
-    "devices": ("list the devices that JAX finds on this machine", (_JSON,)),
     "search": (
         "find the fastest strategy for a model on one or several slices",
         (
@@ -185,34 +189,8 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
                 metavar="SECONDS",
                 help="start no compilation after this time, for each slice; default: 900",
             ),
-            _CALIBRATION,
             _option("--cache", metavar="FOLDER", help="cache compilations in this folder"),
             _option("--no-cache", action="store_true", help="compile everything again"),
-            _PRICE,
-            *_WRITTEN,
-        ),
-    ),
-    "compare": (
-        "rank slices, meshes and layouts that you name",
-        (
-            _BUILD,
-            _SLICES,
-            _option(
-                "--mesh",
-                action="append",
-                metavar="AXES",
-                help="axis sizes, such as data=4,model=2; repeat it for several; default: data=-1",
-            ),
-            _option(
-                "--layout",
-                action="append",
-                help=f"{_LAYOUTS}; repeat it for several; default: none",
-            ),
-            _BATCH_SIZE,
-            *_INPUTS,
-            _mode(),
-            _TIMEOUT,
-            _CALIBRATION,
             _PRICE,
             *_WRITTEN,
         ),
@@ -224,35 +202,16 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             _option(
                 "--batch-size", type=int, help="global batch size; default: the largest that fits"
             ),
+            _option(
+                "--rows", type=int, metavar="N", help="the rows of your data, for an epoch's time"
+            ),
             *_INPUTS,
             _mode(),
             _TIMEOUT,
             _EFFORT,
-            _CALIBRATION,
             _option(
                 "--verify", action="store_true", help="run the program on simulated devices too"
             ),
-            *_WRITTEN,
-        ),
-    ),
-    "largest-batch": (
-        "find the largest batch that fits on a slice",
-        (
-            *_OF_A_SLICE,
-            *_INPUTS,
-            _mode(),
-            _TIMEOUT,
-            _EFFORT,
-            _option(
-                "--tolerance",
-                type=float,
-                default=0.05,
-                help="stop when the relative error of the answer is below this; default: 0.05",
-            ),
-            _option(
-                "--max-compiles", type=int, default=8, help="the most compilations; default: 8"
-            ),
-            _CALIBRATION,
             *_WRITTEN,
         ),
     ),
@@ -279,7 +238,7 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
         ),
     ),
     "check": (
-        "check that the devices here compute correctly, and how fast; exit code 1 if not",
+        "check that the devices here compute correctly; exit code 1 if not",
         (
             _option(
                 "--model",
@@ -297,44 +256,18 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             *_STRATEGY,
             _option("--batch-size", type=int, help="global batch size of the step"),
             *_INPUTS,
-            _option(
-                "--calibration",
-                metavar="FILE",
-                help="write the rates measured on a TPU as JSON, for dry-run and search",
-            ),
             *_WRITTEN,
-        ),
-    ),
-    "lint": (
-        "find mistakes in a model's layouts; exit code 1 if there are any",
-        (
-            *_OF_LAYOUTS,
-            _option("--batch-size", type=int, help="global batch size"),
-            _JSON,
         ),
     ),
     "explain": (
         "show how each variable of a model is split, and why",
         (
-            *_OF_LAYOUTS,
+            _BUILD_OR_PAIR,
+            *_HERE,
+            *_STRATEGY,
             _option(
                 "--path", help="explain one variable, by the end of its path, with alternatives"
             ),
-            _JSON,
-        ),
-    ),
-    "show": (
-        "draw a model or a mesh, coloured by the axes that split it",
-        (
-            _option(
-                "build",
-                nargs="?",
-                metavar="BUILD",
-                help=f"{_OF_A_FUNCTION} model, or (model, strategy); without it, the mesh is drawn",
-            ),
-            *_HERE,
-            *_STRATEGY,
-            _option("--save", metavar="FILE", help="write the picture as .svg"),
             _JSON,
         ),
     ),
@@ -376,40 +309,13 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
                 type=int,
                 default=0,
                 metavar="N",
-                help="restart all processes if one fails, up to N times; not if the same error "
-                "recurs at the same step; default: 0",
-            ),
-            _option(
-                "--backoff",
-                type=float,
-                default=1.0,
-                metavar="SECONDS",
-                help="wait before a restart; twice as long after each run without a step; "
-                "default: 1",
-            ),
-            _option(
-                "--longest-backoff",
-                type=float,
-                default=300.0,
-                metavar="SECONDS",
-                help="the longest wait; default: 300",
-            ),
-            _option(
-                "--processes-from",
-                metavar="FILE",
-                help="read the number of processes from this file before a restart, or run it and "
-                "read its output if it is executable; default: as many as before",
+                help="restart all processes if one fails, up to N times; default: 0",
             ),
             _option(
                 "--logs",
                 metavar="FOLDER",
                 help="write the output here, one file per process; default: a temporary folder, "
                 "which is deleted if nothing fails",
-            ),
-            _option(
-                "--goodput",
-                metavar="FILE",
-                help="append to this file how the time is spent, for the command goodput",
             ),
             _option(
                 "-m",
@@ -419,13 +325,6 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             ),
             _option("script", help="a Python file, which calls ktd.initialize()"),
             _option("arguments", nargs=argparse.REMAINDER, help="arguments of the script"),
-        ),
-    ),
-    "goodput": (
-        "show how much of a run's time was training, and how the rest was spent",
-        (
-            _option("file", metavar="FILE", help="the file from launch --goodput FILE"),
-            *_WRITTEN,
         ),
     ),
 }

@@ -47,26 +47,6 @@ def _accelerator_type(topology: Topology) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class DeviceTable(Printed):
-    """The devices that JAX has.
-
-    Attributes:
-        rows: The id, platform, kind, coordinates on the torus (or `""`) and process of each.
-    """
-
-    rows: tuple[tuple[str, str, str, str, str], ...]
-
-    _HEADER = ("id", "platform", "kind", "coords", "process")
-
-    def to_dict(self) -> list[dict[str, str]]:
-        """The devices as plain data."""
-        return [dict(zip(self._HEADER, row, strict=True)) for row in self.rows]
-
-    def __str__(self) -> str:
-        return text_table(self._HEADER, self.rows)
-
-
-@dataclass(frozen=True, repr=False)
 class Converted(Printed):
     """The result of `ktd convert`.
 

@@ -1,0 +1,1 @@
+"""Runs of equal blocks as one loop each; see `memory.scan_blocks`."""

@@ -1,1 +1,0 @@
-"""The share of a run's time that trained, over all its restarts, and how the rest was spent."""
