@@ -53,10 +53,10 @@ def float64():
         yield
 
 
-def equal(found, expected):
+def equal(found, expected, tolerance=1e-6):
     for one, other in zip(found, expected, strict=True):
         assert np.asarray(one).dtype == "float64"
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 def under(mesh, make, **options):
@@ -93,7 +93,8 @@ def test_it_is_compiled_and_equals_eager(float64, name, steps, caplog):
     mesh = MESHES[(list(LAYERS).index(name) + steps) % len(MESHES)]
     model = under(mesh, lambda **o: model_with(LAYERS[name](), **o), steps_per_execution=steps)
     with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
-        equal(trained(model), expected)
+        # Keras solves for the matrix of a perspective in float32 in any case.
+        equal(trained(model), expected, 1e-5 if name == "RandomPerspective" else 1e-6)
     assert model.jit_compile
     assert not caplog.messages
 
