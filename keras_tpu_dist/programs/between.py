@@ -50,7 +50,6 @@ _RANK, _TIME, _FEATURES = 3, 1, 2
 
 SPLIT = "its sums are split along time"
 _WHOLE = "its sums are whole on every device"
-_WAITS = "sums are split along time, if a step has enough of it"
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,8 @@ class SumsByTime:
         return Rewritten(graph.evaluate(program.args, instead), answers)
 
     def waits(self, model: Any, strategy: Any) -> list[Answer]:
-        """One line for the whole model."""
-        layers = _keras.flatten_layers(model)
-        return [Answer("", _WAITS)] if any(self.wants(each, strategy) for each in layers) else []
+        """Nothing: whether a call sums over split features is only known from its program."""
+        return []
 
 
 def _dims_by_array(layer: Any) -> dict[int, tuple[Any, tuple[int, ...]]]:
@@ -138,7 +136,9 @@ class _Call:
             if not inputs or not any(self._sums_over(operation, n) for n in kernels):
                 compute = self._gathered_before(operation, kernels, inputs)
             elif why := self._why_whole(operation.results[0]):
-                words, compute = words or f"{_WHOLE}: {why}", None
+                is_sequence = len(operation.results[0].shape) == _RANK
+                words = words or (f"{_WHOLE}: {why}" if is_sequence else "")
+                compute = None
             else:
                 words, done = f"{SPLIT} over {', '.join(map(repr, self.between.axes))}", True
                 compute = self._split_after(operation)
