@@ -345,9 +345,7 @@ SERVED = (
     "of it read; 2 and 4 of 80 layers compiled"
 )
 OLD = "shapes of 2023 by the published sizes: heads of 256, no gate; 2,048 tokens assumed"
-BY_TIME = "they split the features of activations between blocks over the tensor axis, here time"
-    "they split features of activations between blocks over the tensor axis, here time is split"
-)
+BY_TIME = "they split features of activations between blocks over the tensor axis, here time"
 HOST = "they keep queries, keys and values on the host, here they are computed again"
 ROWS = {
     "v5e 16B": Row(scaled(16), "v5e:16x16", {"fsdp": 256}, 6, V5E, tflops=120),

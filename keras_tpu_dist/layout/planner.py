@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -170,7 +171,8 @@ class Planner:
             `(batch, time, features)`, such as residual sums and inputs of norms: `"split"`: a part
             of the times, if their number is divisible; as many bytes are sent, and these values
             take a part of the memory; `"whole"`: all of them; `"auto"`: a part, unless a device's
-            values are below 1 MiB, which takes longer to send in two parts.
+            values are below 1 MiB, which takes longer to send in two parts, or a sequence axis
+            splits time already.
 
     Raises:
         ValueError: If `kind` is not a plan, or a number is invalid.
@@ -260,11 +262,18 @@ class Planner:
         rows = tuple((v.path, tuple(v.shape), by_id[id(v)]) for v in variables)
         lies_split = "fsdp" in chosen or sequence_axis(mesh, data_axes) is not None
         outputs = block_outputs(model, mesh, data_axes) if lies_split else {}
-        between = None
-        if "tensor_parallel" in chosen and self.between_blocks != "whole":
-            always = self.between_blocks == "split"
-            between = Between(model_axes, sequence_axis(mesh, data_axes), always)
+        between = self._between(tensor, mesh, data_axes) if "tensor_parallel" in chosen else None
         return Plan(name, rows, outputs, not chosen, between, by_id)
+
+    def _between(self, tensor: dict[int, Decision], mesh: Mesh, data_axes) -> Between | None:
+        """How values between blocks may be split: over the axes that split most of the weights."""
+        time, always = sequence_axis(mesh, data_axes), self.between_blocks == "split"
+        splits = Counter(axes for d in tensor.values() if (axes := tuple(names_in(d.axes))))
+        # A sequence axis has them split already.
+        if self.between_blocks == "whole" or not splits or (time is not None and not always):
+            return None
+        ((axes, _),) = splits.most_common(1)
+        return Between(axes, time, always)
 
     def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
         """The layout of a new variable, whose model and plan are not known yet.

@@ -176,3 +176,42 @@ def test_a_wrong_word_is_one_error():
     with pytest.raises(ValueError, match="between_blocks") as raised:
         Planner("tensor_parallel", between_blocks="spilt")
     assert "split" in str(raised.value)
+
+
+def wide():
+    """Two blocks whose sums have 4 MiB on each of two groups of devices."""
+    x = start = keras.Input((1024, 512))
+    for _ in range(2):
+        h = L.LayerNormalization()(x)
+        x = x + L.Dense(512, use_bias=False)(L.Dense(1024, "gelu", use_bias=False)(h))
+    model = keras.Model(start, x)
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_an_all_reduce_becomes_two_halves_with_as_many_bytes():
+    sent, kinds, memory = {}, {}, {}
+    for choice in ("whole", "auto"):
+        planner = Planner("tensor_parallel", between_blocks=choice)
+        strategy = ktd.TPUStrategy({"data": 2, "model": 4}, planner, topology="v5e:2x4")
+        run = ktd.dry_run(wide, strategy, batch_size=4, effort="exact")
+        over_model = [c for c in run.cost.collectives if "model" in c.axes and c.bytes > 1e6]
+        kinds[choice] = {c.kind for c in over_model}
+        sent[choice] = sum(c.sent_bytes * c.times for c in over_model)
+        memory[choice] = run.memory["temporaries"]
+    assert kinds == {"whole": {"all-reduce"}, "auto": {"all-gather", "reduce-scatter"}}
+    assert sent["auto"] <= 1.01 * sent["whole"]
+    assert memory["auto"] < memory["whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_program_of_a_tpu_equals_one_device(mesh):
+    strategy = strategy_of(mesh, topology="v5e:2x4")
+    x = np.random.default_rng(0).integers(0, decoders.WORDS, (13, 8))
+    y = np.random.default_rng(1).normal(size=(13, 8, decoders.WORDS))
+    verified = ktd.verify(compiled(transformer), strategy, x=x, y=y, batch_size=13)
+    assert verified.equal, verified
