@@ -23,10 +23,12 @@ class Activations:
 
     Attributes:
         time: The axis that splits the second dimension of a sequence, or `None`.
+        time_is_free: Whether sequences are split along time as their values are computed.
     """
 
     rows: str | tuple[str, ...] | None
     time: str | None = None
+    time_is_free: bool = False
 
     def sharding(self, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
         """The layout of one output.
@@ -41,6 +43,8 @@ class Activations:
         entries = [self.rows, *(None,) * (len(shape) - 1)]
         if time is not None:
             entries[1] = time
+        if self.time_is_free and len(shape) == _RANK_OF_A_SEQUENCE:
+            entries[1] = PartitionSpec.UNCONSTRAINED
         if len(shape) > 1 and self._other_axes(mesh):
             entries[-1] = PartitionSpec.UNCONSTRAINED
             return NamedSharding(mesh, PartitionSpec(*entries))

@@ -150,7 +150,8 @@ class Layouts(Setting):
         planned = {} if placement is None else placement.planned_outputs
         if layer not in planned:
             return None
-        return Activations(planned[layer][0], sequence_axis(self.mesh, self.data_axes))
+        rows, time = planned[layer][0], sequence_axis(self.mesh, self.data_axes)
+        return Activations(rows, time, placement is not None and placement.between is not None)
 
 
 def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:

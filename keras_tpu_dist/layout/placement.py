@@ -23,6 +23,7 @@ from keras_tpu_dist.layout.rules import (
     matching,
     patterns,
 )
+from keras_tpu_dist.programs.between import Between
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,11 @@ class Placement:
         """The mesh axes that split the batch."""
         return self._setting.data_axes
 
+    @property
+    def between(self) -> Between | None:
+        """How values between blocks may be split along time, or `None`."""
+        return None if self.plan is None else self.plan.between
+
     def is_slot(self, variable: Any) -> bool:
         """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight.
 
@@ -127,7 +133,7 @@ class Placement:
             for k, d in self.decisions.items()
             if d.used or d.gathered
         }
-        return self.layouts_of_outputs(), self.annotations.logical_devices, uses
+        return self.layouts_of_outputs(), self.annotations.logical_devices, uses, self.between
 
 
 _AMBIGUOUS = "LayoutMap: several keys match"
@@ -156,7 +162,7 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     if isinstance(setting.layout, Planner) and weights:
         plan = setting.layout.plan(model, setting.mesh, setting.data_axes)
         if not setting.batch_first:
-            plan = replace(plan, outputs={})
+            plan = replace(plan, outputs={}, between=None)
         outputs = plan.outputs
     elif setting.batch_first and sequence_axis(setting.mesh, setting.data_axes) is not None:
         outputs = block_outputs(model, setting.mesh, setting.data_axes)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.banks import tokens_are_sent_to
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
+from keras_tpu_dist.programs.between import Between
 from keras_tpu_dist.show.folding import relative, shapes_text, short_rows
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, text_table
@@ -70,12 +72,14 @@ class Plan(Shown):
         decisions: The path, shape and decision of every variable.
         outputs: From a layer's path to the layout of its output.
         keeps_all: Whether the plan replicates everything.
+        between: How values between blocks may be split along time, or `None`.
     """
 
     name: str
     decisions: tuple[tuple[str, tuple[int, ...], Decision], ...]
     outputs: dict[str, Axes] = field(default_factory=dict)
     keeps_all: bool = False
+    between: Between | None = None
     _by_id: dict[int, Decision] = field(default_factory=dict, repr=False, compare=False)
 
     def decision(self, variable: Any) -> Decision | None:
@@ -163,13 +167,20 @@ class Planner:
         min_size: The number of elements from which a variable is split.
         memory_bytes: Memory of a device, for `"auto"`. Defaults to the device's memory, or to that
             of a v5e chip if that is unknown.
+        between_blocks: What devices that share weights have of the values between pairs of kernels,
+            `(batch, time, features)`, such as residual sums and inputs of norms: `"split"`: a part
+            of the times, if their number is divisible; as many bytes are sent, and these values
+            take a part of the memory; `"whole"`: all of them; `"auto"`: a part, unless a device's
+            values are below 1 MiB, which takes longer to send in two parts, or a sequence axis
+            splits time already.
 
     Raises:
         ValueError: If `kind` is not a plan, or a number is invalid.
 
     References:
         [Megatron-LM](https://arxiv.org/abs/1909.08053) for pairs;
-        [ZeRO](https://arxiv.org/abs/1910.02054) for fsdp and split optimizer slots.
+        [ZeRO](https://arxiv.org/abs/1910.02054) for fsdp and split optimizer slots;
+        [sequence parallelism](https://arxiv.org/abs/2205.05198) for `between_blocks`.
 
     Example:
 
@@ -186,6 +197,7 @@ class Planner:
     kind: Annotated[str, one_of(*PLANS)]
     min_size: NaturalInt = MIN_SIZE
     memory_bytes: PositiveInt | None = None
+    between_blocks: Annotated[str, one_of("auto", "split", "whole")] = "auto"
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
         """Raises a `ValueError` if the mesh has no axis that this plan could split over.
@@ -250,7 +262,18 @@ class Planner:
         rows = tuple((v.path, tuple(v.shape), by_id[id(v)]) for v in variables)
         lies_split = "fsdp" in chosen or sequence_axis(mesh, data_axes) is not None
         outputs = block_outputs(model, mesh, data_axes) if lies_split else {}
-        return Plan(name, rows, outputs, not chosen, by_id)
+        between = self._between(tensor, mesh, data_axes) if "tensor_parallel" in chosen else None
+        return Plan(name, rows, outputs, not chosen, between, by_id)
+
+    def _between(self, tensor: dict[int, Decision], mesh: Mesh, data_axes) -> Between | None:
+        """How values between blocks may be split: over the axes that split most of the weights."""
+        time, always = sequence_axis(mesh, data_axes), self.between_blocks == "split"
+        splits = Counter(axes for d in tensor.values() if (axes := tuple(names_in(d.axes))))
+        # A sequence axis has them split already.
+        if self.between_blocks == "whole" or not splits or (time is not None and not always):
+            return None
+        ((axes, _),) = splits.most_common(1)
+        return Between(axes, time, always)
 
     def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
         """The layout of a new variable, whose model and plan are not known yet.

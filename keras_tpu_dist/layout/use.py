@@ -22,10 +22,11 @@ import jax
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import Axes, axis_size, named_sharding, names_in
+from keras_tpu_dist.common.axes import Axes, axis_size, entry_names, named_sharding, names_in
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
 from keras_tpu_dist.layout.scales import scaled_kernels
+from keras_tpu_dist.programs import between
 from keras_tpu_dist.programs.answers import Answer, keep
 from keras_tpu_dist.programs.fused import fused_in
 from keras_tpu_dist.programs.graph import Atom, graph_of
@@ -66,6 +67,22 @@ def note_uses(model: Any, placement: Placement) -> None:
         if layer.path in features or _gathered.of(layer):
             _gathered.write(layer, features.get(layer.path))
             _keras.route_calls(type(layer), "gather", _whole)
+        _note_between(layer, placement)
+
+
+def _note_between(layer: Any, placement: Placement) -> None:
+    """Marks a layer that multiplies by weights, and its weights with their split dimensions."""
+    matrices = [weight for weight in _keras.own_variables(layer) if len(weight.shape) > 1]
+    noted = placement.between if matrices else None
+    if noted is None and between.mark.of(layer) is None:
+        return
+    between.mark.write(layer, noted)
+    for weight in matrices:
+        decision = placement.decisions.get(id(weight))
+        axes = () if noted is None or decision is None else decision.used or decision.axes
+        names = set() if noted is None or decision is None or decision.view else set(noted.axes)
+        dims = tuple(dim for dim, entry in enumerate(axes) if names & set(entry_names(entry)))
+        between.split_dims.write(weight, dims)
 
 
 def _pinned(variable: Any) -> None:

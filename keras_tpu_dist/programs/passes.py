@@ -41,6 +41,7 @@ from keras_tpu_dist.programs.answers import (
     keep,
     kept,
 )
+from keras_tpu_dist.programs.between import SumsByTime
 from keras_tpu_dist.programs.experts.layer import ChosenExperts
 from keras_tpu_dist.programs.generation.in_place import CachesInPlace
 from keras_tpu_dist.programs.head.step import HeadInPieces
@@ -156,6 +157,7 @@ PASSES: tuple[Pass, ...] = (
     Elsewhere("gather", _LAYER, "layout.use", _GATHERED),
     Elsewhere("remat", _LAYER, "memory.remat", _RECOMPUTED),
     Elsewhere("fused", _LAYER, "layout.use", _BY_HEADS),
+    SumsByTime(),
     ChosenExperts(),
     LowRankFactors(),
     Elsewhere("lookups", _LAYER, "_keras.lookups", _LOOKED_UP),
