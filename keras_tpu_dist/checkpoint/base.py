@@ -12,7 +12,7 @@ from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.matching import weights_there
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder, none_in
 from keras_tpu_dist.checkpoint.restored import assign_saved
-from keras_tpu_dist.checkpoint.trained import numbers_of
+from keras_tpu_dist.checkpoint.trained import numbers_of, weights_text
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.paths import plain_path
 from keras_tpu_dist.processes.channel import agree
@@ -82,8 +82,8 @@ def _other_base(
     noted = "" if manifest.base is None else f", of a run with base={manifest.base!r}"
     first = "" if source is None else f"after base={source!r} was loaded, "
     return message(
-        f"{where[:1].upper()}{where[1:]} leaves out {count} weights that do not train{noted}, and "
-        "the model must have the values that they had when that run began.",
+        f"{where[:1].upper()}{where[1:]} leaves out {weights_text(count)} of a frozen base{noted}, and "
+        "the model must have the values that the run began with.",
         received=f"{first}other values of {len(other)}: {', '.join(paths)}{more}.",
         fix="Load that base into the model before, or name it with base=: "
         + (_KINDS if source is None else f"another one of {_KINDS}")

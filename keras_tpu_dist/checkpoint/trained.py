@@ -71,10 +71,16 @@ def _keeps_no_state(layer: Any) -> bool:
     return getattr(layer, "quantization_mode", None) is not None
 
 
-def numbers_of(variables: Sequence[Any]) -> list[tuple[int, bool]]:
-    """The identities of the values of variables, in the dtypes that they declare."""
-    # Not `variable.value`: a step would copy what was handed out before it overwrites its state.
-    values = _keras.values_of(list(variables))
+def numbers_of(
+    variables: Sequence[Any], values: Sequence[Any] | None = None
+) -> list[tuple[int, bool]]:
+    """The identities of the values of variables, in the dtypes that they declare.
+
+    Args:
+        variables: The variables.
+        values: Their values, if they were read already.
+    """
+    values = [variable.value for variable in variables] if values is None else values
     return identities(
         [
             value if value.dtype == dtype_of(variable) else value.astype(dtype_of(variable))
@@ -120,7 +126,9 @@ class Base:
         all its numbers are finite."""
         frozen = frozen_weights(models)
         known = [v for v in frozen if id(v) in self._numbers]
-        numbers = dict(zip(map(id, known), numbers_of(known), strict=True))
+        # Not `variable.value`: a step would copy what was handed out, before it overwrites its state.
+        values = _keras.values_of(known)
+        numbers = dict(zip(map(id, known), numbers_of(known, values), strict=True))
         same = [v for v in known if numbers[id(v)][0] == self._numbers[id(v)][1]]
         places = [i for i, v in enumerate(frozen) if any(v is one for one in same)]
         # Of all processes, as all write the same arrays.
@@ -166,4 +174,9 @@ def named(variables: Sequence[Any]) -> str:
     size = size_text(sum(bytes_of(variable) for variable in variables))
     paths = ", ".join(variable.path for variable in variables[:_MOST_NAMED])
     more = ", ..." if len(variables) > _MOST_NAMED else ""
-    return f"{len(variables)} weights of {size} ({paths}{more})"
+    return f"{weights_text(len(variables))} of {size} ({paths}{more})"
+
+
+def weights_text(count: int) -> str:
+    """A number of weights, for a message."""
+    return f"{count} weight" + ("s" if count != 1 else "")
