@@ -8,7 +8,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import FIX, in_all
 from keras_tpu_dist.checkpoint.keeping import has_parts
 from keras_tpu_dist.checkpoint.keras_files import is_file_of_keras, load_file
-from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.matching import weights_there
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder, none_in
 from keras_tpu_dist.checkpoint.restored import assign_saved
@@ -48,7 +48,15 @@ def check_base(
     """
     other = _differing(left_out, where, alone)
     if other and source is not None:
-        _load_base(models, source, other, alone)
+        try:
+            _load_base(models, source, other, alone)
+        except CheckpointError as error:
+            # Not as such: that would have the checkpoint before this one tried.
+            raise value_error(
+                f"The base that {where} needs must be there, and readable.",
+                received=f"base={source!r}: {error}",
+                fix=f"Give {_KINDS}.",
+            ) from error
         other = _differing(left_out, where, alone)
     if other:
         raise ValueError(_other_base(other, len(left_out), manifest, where, source))
@@ -69,26 +77,23 @@ def _differing(left_out: _LeftOut, where: str, alone: bool) -> _LeftOut:
 def _other_base(
     other: _LeftOut, count: int, manifest: Manifest, where: str, source: str | None
 ) -> str:
-    paths = [
-        repr(v.path)
-        + (
-            ""
-            if str(v.dtype) == saved.entry.dtype
-            else f" {saved.entry.dtype} there, {v.dtype} here"
-        )
-        for saved, v in other[:_MOST_NAMED]
-    ]
+    paths = [_text(saved, variable) for saved, variable in other[:_MOST_NAMED]]
     more = " and others" if len(other) > _MOST_NAMED else ""
     noted = "" if manifest.base is None else f", of a run with base={manifest.base!r}"
     first = "" if source is None else f"after base={source!r} was loaded, "
     return message(
-        f"{where[:1].upper()}{where[1:]} leaves out {weights_text(count)} of a frozen base{noted}, and "
-        "the model must have the values that the run began with.",
+        f"{where[:1].upper()}{where[1:]} leaves out {weights_text(count)} of a frozen base{noted}, "
+        "and the model must have the values that the run began with.",
         received=f"{first}other values of {len(other)}: {', '.join(paths)}{more}.",
         fix="Load that base into the model before, or name it with base=: "
         + (_KINDS if source is None else f"another one of {_KINDS}")
         + ".",
     )
+
+
+def _text(saved: Saved, variable: Any) -> str:
+    there, here = saved.entry.dtype, str(variable.dtype)
+    return repr(variable.path) + (f" ({there} there, {here} here)" if there != here else "")
 
 
 def _load_base(models: Sequence[Any], source: str, wanted: _LeftOut, alone: bool) -> None:
@@ -117,7 +122,7 @@ def _load_file(model: Any, path: str, ids: set[int], alone: bool) -> None:
 
 def _load_step(model: Any, path: str, ids: set[int], alone: bool) -> None:
     def opened() -> tuple[CheckpointReader, int | None]:
-        parent, _, name = path.rstrip("/").rpartition("/")
+        parent, name = os.path.split(path.rstrip("/"))
         if name.isdigit() and has_parts(folder(path)):
             return CheckpointReader(parent or ".", alone=alone), int(name)
         return CheckpointReader(path, alone=alone), None

@@ -126,7 +126,7 @@ class Base:
         all its numbers are finite."""
         frozen = frozen_weights(models)
         known = [v for v in frozen if id(v) in self._numbers]
-        # Not `variable.value`: a step would copy what was handed out, before it overwrites its state.
+        # Not `variable.value`: a step copies what was handed out, before it overwrites its state.
         values = _keras.values_of(known)
         numbers = dict(zip(map(id, known), numbers_of(known, values), strict=True))
         same = [v for v in known if numbers[id(v)][0] == self._numbers[id(v)][1]]
