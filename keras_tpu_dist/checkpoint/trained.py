@@ -129,14 +129,14 @@ class Base:
         # Not `variable.value`: a step copies what was handed out, before it overwrites its state.
         values = _keras.values_of(known)
         numbers = dict(zip(map(id, known), numbers_of(known, values), strict=True))
-        same = [v for v in known if numbers[id(v)][0] == self._numbers[id(v)][1]]
-        places = [i for i, v in enumerate(frozen) if any(v is one for one in same)]
+        same = {id(v) for v in known if numbers[id(v)][0] == self._numbers[id(v)][1]}
+        places = [i for i, v in enumerate(frozen) if id(v) in same]
         # Of all processes, as all write the same arrays.
         of_all = agree("choosing what a checkpoint leaves out", _FIX, places)
-        common = set(places).intersection(*of_all)
-        left = {id(v): numbers[id(v)] for i, v in enumerate(frozen) if i in common}
-        self._say([v for v in frozen if id(v) not in left], [v for v in frozen if id(v) in left])
-        return left
+        left = [frozen[i] for i in sorted(set(places).intersection(*of_all))]
+        ids = set(map(id, left))
+        self._say([v for v in frozen if id(v) not in ids], left)
+        return {id(v): numbers[id(v)] for v in left}
 
     def _say(self, kept: list[Any], left: list[Any]) -> None:
         changed = [v for v in kept if id(v) in self._numbers]
