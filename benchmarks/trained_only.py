@@ -20,6 +20,7 @@ import tempfile
 import time
 
 import keras
+import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.snapshot import snapshot
@@ -38,6 +39,11 @@ def model_of(width, rank):
             layer.enable_lora(rank)
         model.compile("adam", "mse")
         model.optimizer.build(model.trainable_variables)
+    # Zeros would be compressed away.
+    numbers = np.random.default_rng(0)
+    for variable in (*model.trainable_variables, *model.optimizer.variables):
+        if variable.shape:
+            variable.assign(numbers.normal(size=variable.shape))
     return model
 
 
@@ -54,9 +60,10 @@ def saved(model, only, times):
     with tempfile.TemporaryDirectory() as folder:
         store = Store(folder)
         for step in range(times + 1):  # the first one compiles
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             store.save(step, *snapshot(model, {"run": "a", "step": step}, {}, base=base))
-            seconds.append(time.perf_counter() - began)
+            ended = time.perf_counter(), time.process_time()
+            seconds.append([after - before for after, before in zip(ended, began, strict=True)])
         store.close()
         for _ in range(3):
             began = time.perf_counter()
@@ -78,9 +85,10 @@ def small(width, rank, times):
     for only in (None, TRAINED):
         size, seconds, back = saved(model, only, times)
         fingerprints = f", fingerprints {compared * 1e3:.0f} ms" if only else ""
+        wall, processor = (statistics.median(each) * 1e3 for each in zip(*seconds, strict=True))
         print(
-            f"only={only!r}: {size / 1e6:.2f} MB written, save "
-            f"{statistics.median(seconds) * 1e3:.0f} ms, restore "
+            f"only={only!r}: {size / 1e6:.2f} MB written, save {wall:.0f} ms "
+            f"({processor:.0f} of the CPU), restore "
             f"{statistics.median(back) * 1e3:.0f} ms{fingerprints}"
         )
 
