@@ -344,7 +344,7 @@ def bert(hub, seed, lora=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [None, 0.00001])
+@pytest.mark.parametrize("shards", [None, 0.000002])
 def test_a_preset_is_a_base(shards, tmp_path):
     hub = pytest.importorskip("keras_hub", reason="there is no KerasHub here")
     bert(hub, 0, lora=False).save_to_preset(tmp_path / "preset", max_shard_size=shards)
@@ -368,17 +368,22 @@ def test_a_preset_is_a_base(shards, tmp_path):
         ktd.restore(other, tmp_path / "run", base=tmp_path / "preset")
 
 
+def factors_of(model):
+    return [v for v in model.trainable_variables if v.name.startswith("lora_kernel_")]
+
+
 @pytest.mark.slow
 def test_a_file_of_lora_weights(tmp_path):
     hub = pytest.importorskip("keras_hub", reason="there is no KerasHub here")
     first, path = bert(hub, 0), tmp_path / "one.lora.h5"
-    for i, v in enumerate(first.trainable_variables):
+    # KerasHub saves the factors, and not the biases that train beside them.
+    for i, v in enumerate(factors_of(first)):
         v.assign(np.full(v.shape, i + 1))
     first.save_lora_weights(path)
     with ktd.TPUStrategy(*OTHER).scope():
         other = bert(hub, 0)
     report = ktd.restore(other, path)
-    assert set(report.loaded) == {v.path for v in other.trainable_variables}
+    assert set(report.loaded) == {v.path for v in factors_of(other)}
     pairs = zip(first.variables, other.variables, strict=True)
     assert all(np.array_equal(one, two) for one, two in pairs)
     plain = bert(hub, 0, lora=False)
