@@ -115,6 +115,9 @@ from keras_tpu_dist._keras.pairing import Pairs as Pairs
 from keras_tpu_dist._keras.pairing import paired as paired
 from keras_tpu_dist._keras.pairing import paired_layers as paired_layers
 from keras_tpu_dist._keras.pairing import repeat_names as repeat_names
+from keras_tpu_dist._keras.presets import CONFIG_OF_PRESET as CONFIG_OF_PRESET
+from keras_tpu_dist._keras.presets import backbones_in as backbones_in
+from keras_tpu_dist._keras.presets import weights_of_preset as weights_of_preset
 from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
 from keras_tpu_dist._keras.progress import counter_of as counter_of
 from keras_tpu_dist._keras.progress import global_seed as global_seed
@@ -150,6 +153,7 @@ from keras_tpu_dist._keras.structure import begun_anew as begun_anew
 from keras_tpu_dist._keras.structure import call_arguments as call_arguments
 from keras_tpu_dist._keras.structure import call_takes as call_takes
 from keras_tpu_dist._keras.structure import compile_arguments as compile_arguments
+from keras_tpu_dist._keras.structure import created_to_train as created_to_train
 from keras_tpu_dist._keras.structure import declared_inputs as declared_inputs
 from keras_tpu_dist._keras.structure import declared_outputs as declared_outputs
 from keras_tpu_dist._keras.structure import flatten_layers as flatten_layers

@@ -432,6 +432,12 @@ OPTIONAL = (
     ),
     *_each("jax._src.lib", "_jax", "HLO as text, compiled", "jax.export that reads HLO"),
     *_each(
+        "keras_hub.src.utils.preset_utils",
+        "get_file",
+        "the weights of a preset, without a second model",
+        "a preset of KerasHub that says where its weights are",
+    ),
+    *_each(
         f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
         "_epoch",
         "the epoch by which Keras 3.16 shuffles",

@@ -54,6 +54,17 @@ def own_variables(layer: Any) -> list:
     return [variable for variable in found if isinstance(variable, keras.Variable)]
 
 
+def created_to_train(layer: Any) -> list:
+    """A layer's own variables that were created to train, whether they do now or not.
+
+    Public replacement: none; `Variable.trainable` says what they do now.
+
+    Args:
+        layer: The layer, or a model.
+    """
+    return [v for v in layer._trainable_variables if isinstance(v, keras.Variable)]
+
+
 def weights_by_training(layer: Any) -> tuple[list, list]:
     """The trainable and the non-trainable variables of a layer, in one walk through its layers.
 

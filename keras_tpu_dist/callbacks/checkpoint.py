@@ -14,6 +14,7 @@ from keras_tpu_dist.callbacks.fit_checkpoints import FIX, Fit, FitCheckpoints
 from keras_tpu_dist.callbacks.in_fit import InFit
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, folder
 from keras_tpu_dist.checkpoint.store import new_run
+from keras_tpu_dist.checkpoint.trained import TRAINED, checked_base
 from keras_tpu_dist.common.checks import (
     NAME,
     PositiveInt,
@@ -71,10 +72,20 @@ class Checkpoint(InFit):
             first wait for the checkpoint too; a later one ends the process at once, without saving.
         keep_every_hours: In addition, keep one checkpoint for every so many hours: the first one,
             and then every one that is this much newer than the last of them.
+        only: `"trained"` leaves out the weights that are frozen, such as those under LoRA, and
+            saves a fingerprint of each. To load a checkpoint, the model must have the same values
+            of them: those that it had when the run began. What trains, the optimizer's state,
+            seeds, metrics and moving averages are saved. A weight that changes or trains later is
+            saved from then on.
+        base: With `only="trained"`, where the left-out weights come from: a `.keras` or weights
+            file, a directory of checkpoints or one of its steps (`"run7/1500"`), or a preset of
+            KerasHub. Checkpoints note it, and `fit` loads it if the model has other values than
+            the checkpoint that it resumes from.
 
     Raises:
         ValueError: If an argument has the wrong type or value; in `fit`, if the directory has
-            checkpoints, `resume=False`, and `overwrite` is not set.
+            checkpoints, `resume=False`, and `overwrite` is not set, or if the model has other
+            values of what the newest checkpoint leaves out.
         ImportError: In `fit`, if Orbax is not installed.
         CheckpointError: In `fit`, if there are checkpoints and none can be read, or if another
             process writes into the directory.
@@ -109,6 +120,8 @@ class Checkpoint(InFit):
         overwrite: bool = False,
         grace_s: Seconds = GRACE_S,
         keep_every_hours: Annotated[float, above_zero("hours", "6")] | None = None,
+        only: Annotated[str, one_of(TRAINED)] | None = None,
+        base: str | os.PathLike | None = None,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
@@ -119,6 +132,8 @@ class Checkpoint(InFit):
             asynchronous,
             resume,
             overwrite,
+            only,
+            checked_base("Checkpoint", _WHERE, only, base),
         )
         self.directory = self._options.path
         # The running fit, from its start to its end.

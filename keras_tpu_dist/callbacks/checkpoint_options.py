@@ -32,6 +32,8 @@ class CheckpointOptions:
     asynchronous: bool = True
     resume: bool = True
     overwrite: bool = False
+    only: str | None = None
+    base: str | None = None
 
 
 def keep_of(

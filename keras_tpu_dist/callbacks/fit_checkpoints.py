@@ -24,6 +24,7 @@ from keras_tpu_dist.callbacks.states import (
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.compiled import compiled_of, has_trained
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, Manifest
+from keras_tpu_dist.checkpoint.matching import apart, weights_there
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import (
     MOST_BYTES_OF_CALLBACK,
@@ -32,6 +33,7 @@ from keras_tpu_dist.checkpoint.snapshot import (
     snapshot,
 )
 from keras_tpu_dist.checkpoint.store import Store, finish, logged
+from keras_tpu_dist.checkpoint.trained import Base
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.input.position import (
@@ -183,6 +185,10 @@ class FitCheckpoints:
             asynchronous=options.asynchronous,
         )
         self.run = ""
+        self.base: Base | None = None
+        if options.only is not None:
+            self.base = Base(options.base)
+            self.base.begin([fit.trainer])
         self.place = TrainingPlace()
         self.due = Due(options.when)
         self.resumed: Resumed | None = None
@@ -233,7 +239,7 @@ class FitCheckpoints:
         """Loads the newest checkpoint and resumes the fit from there."""
         fit, place = self.fit, self.place
         trained = has_trained(fit.trainer.optimizer)
-        report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
+        report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT, base=self.base)
         training = manifest.training
         if trained:
             self._compiled = replace(self._compiled, rate=training["compiled"]["rate"])
@@ -285,6 +291,10 @@ class FitCheckpoints:
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
         self.run = leader.run
         self.resumed = Resumed(theirs.epoch)
+        steps = self.store.agreed_steps()
+        if self.base is not None and steps:
+            manifest = self.store.agreed_manifest(steps[-1])
+            self.base.resume(apart(weights_there(self.fit.trainer, manifest))[1])
 
     def put_back(self, *, log: bool) -> None:
         """Restores model and callbacks to their state in the checkpoint.
@@ -426,7 +436,7 @@ class FitCheckpoints:
         if done and reached is not None:
             training["history_at_end"] = history_of(model.history)
         with standing_now.in_variables():
-            arrays, manifest = snapshot(model, training, standing_now.arrays)
+            arrays, manifest = snapshot(model, training, standing_now.arrays, base=self.base)
         if logged(lambda: self.store.save(place.step, arrays, manifest)):
             place.saved_step = place.step
 

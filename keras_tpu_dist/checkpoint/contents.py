@@ -24,7 +24,9 @@ class CheckpointRow:
 
     Attributes:
         epoch: The epoch in which training resumes, from 1.
-        bytes: The bytes of the weights and the optimizer's state.
+        bytes: The bytes of the weights and the optimizer's state that it has.
+        left_out: The bytes of the weights that it leaves out; see `Checkpoint(only="trained")`.
+        base: What the user called the base that has them.
         written: The time, program versions and mesh of its writing.
     """
 
@@ -35,6 +37,8 @@ class CheckpointRow:
     bytes: int = 0
     written: tuple[tuple[str, Any], ...] = ()
     problem: str = ""
+    left_out: int = 0
+    base: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +56,14 @@ class Contents(Printed):
         if not self.rows:
             return f"{self.directory}: no checkpoint"
         header = ("step", "epoch", "batches", "parameters", "size", "mesh", "processes", "written")
-        return f"{self.directory}\n{text_table(header, [_cells(row) for row in self.rows])}"
+        cells = [_cells(row) for row in self.rows]
+        if any(row.left_out for row in self.rows):
+            header += ("left out", "base")
+            cells = [
+                (*of_row, size_text(row.left_out), row.base or "")
+                for of_row, row in zip(cells, self.rows, strict=True)
+            ]
+        return f"{self.directory}\n{text_table(header, cells)}"
 
 
 def contents(directory: str | os.PathLike) -> Contents:
@@ -73,13 +84,16 @@ def _row(reader: CheckpointReader, step: int) -> CheckpointRow:
     size = sum(
         bytes_of(entry) for kind in (WEIGHTS, SLOTS, OPTIMIZER) for entry in manifest.entries(kind)
     )
+    left_out = sum(bytes_of(saved.entry) for saved in manifest.left_out)
     return CheckpointRow(
         step,
         manifest.training.get("epoch", 0) + 1,
         manifest.training.get("done", 0),
         sum(int(np.prod(entry.shape)) for entry in manifest.entries(WEIGHTS)),
-        size,
+        size - left_out,
         tuple(manifest.written.items()),
+        left_out=left_out,
+        base=manifest.base,
     )
 
 

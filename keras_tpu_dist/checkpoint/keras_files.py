@@ -56,7 +56,12 @@ def is_file_of_keras(path: str | os.PathLike) -> bool:
 
 
 def load_file(
-    model: Any, path: str | os.PathLike, strict: bool, exclude: tuple[str, ...], alone: bool
+    model: Any,
+    path: str | os.PathLike,
+    strict: bool,
+    exclude: tuple[str, ...],
+    alone: bool,
+    optimizer: bool = True,
 ) -> Restored:
     """Loads a Keras file into a model, in groups of 64 MiB.
 
@@ -69,14 +74,15 @@ def load_file(
         strict: See `restore`.
         exclude: See `restore`; the patterns are for the model's paths.
         alone: Whether this process reads without the others, if there are several.
+        optimizer: Whether the optimizer's state is loaded, too, if it fits.
     """
     name = os.fspath(path)
     with contextlib.ExitStack() as stack:
 
         def opened() -> tuple[Any, dict, dict]:
             # This opens every part of the file, so a damaged one fails before the model changes.
-            with _file_errors(name):
-                file = _keras.WeightsFile(name, _most_bytes(model))
+            with file_errors(name):
+                file = _keras.WeightsFile(name, most_bytes(model))
                 stack.callback(file.close)
                 return file, file.names(), file.dtypes()
 
@@ -88,13 +94,15 @@ def load_file(
         trained = has_trained(getattr(model, "optimizer", None))
 
         def names_of(starts: list[str]) -> list[str]:
-            with _file_errors(name):
+            with file_errors(name):
                 return [file.name_of(start) for start in starts]
 
-        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude, layers, names_of)
+        report, chosen = _chosen(
+            model, saved, dtypes, name, strict, exclude, layers, names_of if optimizer else None
+        )
 
         def read(group: list[tuple[str, Any]]) -> list[Any]:
-            with _file_errors(name):
+            with file_errors(name):
                 return [file.read(n) for n, _ in group]
 
         assign_in_groups(
@@ -108,8 +116,8 @@ def load_file(
 
         def values_of(start: str) -> dict[str, Any]:
             names = [n for n in saved if _is_in(n, (start,))]
-            size, most = 8 * sum(math.prod(saved[n]) for n in names), _most_bytes(model)
-            with _file_errors(name):
+            size, most = 8 * sum(math.prod(saved[n]) for n in names), most_bytes(model)
+            with file_errors(name):
                 if size > most:
                     raise ValueError(f"{start} takes {size} bytes, this model at most {most}")
                 return {n.removeprefix(start): file.read(n) for n in names}
@@ -122,7 +130,7 @@ def load_file(
     return report
 
 
-def _most_bytes(model: Any) -> int:
+def most_bytes(model: Any) -> int:
     """The largest valid size of a file: every weight with three slots, 8 bytes per element."""
     numbers = sum(math.prod(variable.shape) for variable in model.variables)
     return _SLACK_BYTES + 4 * 8 * numbers
@@ -136,12 +144,13 @@ def _chosen(
     strict: bool,
     exclude: tuple[str, ...],
     layers: Mapping[str, Any],
-    names_of: Callable[[list[str]], list[str]],
+    names_of: Callable[[list[str]], list[str]] | None,
 ) -> tuple[Restored, list[tuple[str, Any]]]:
     """The report of a file, and the model's variables to load, with their names in the file.
 
     Args:
-        names_of: Reads the names of objects, by the start of what they saved.
+        names_of: Reads the names of objects, by the start of what they saved; `None` to leave the
+            optimizer as it is.
     """
     here = {n: v for n, v in _keras.names_in_files(model)[0].items() if not _is_in(n, layers)}
     variables = {n: v for n, v in here.items() if isinstance(v, keras.Variable)}
@@ -174,7 +183,9 @@ def _chosen(
             fix="Pass exclude=[...], or strict=False to load only matching weights.",
         )
     whole = not (matching.missing or reshaped or matching.kept)
-    optimizer = _optimizer_that_fits(model, saved, name, names_of) if whole else {}
+    optimizer = {}
+    if whole and names_of is not None:
+        optimizer = _optimizer_that_fits(model, saved, name, names_of)
     report = Restored(
         directory=name,
         step=0,
@@ -258,7 +269,7 @@ def _may_be(optimizer: Any, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _file_errors(name: str) -> Iterator[None]:
+def file_errors(name: str) -> Iterator[None]:
     """A context in which any failure to read a file becomes a `CheckpointError`."""
     try:
         yield

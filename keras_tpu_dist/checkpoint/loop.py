@@ -8,16 +8,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.base import check_base
 from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.compiled import COMPILED, compiled_of, follow_compiled, has_trained
 from keras_tpu_dist.checkpoint.keeping import Keep
 from keras_tpu_dist.checkpoint.manifest import Manifest, checkpoint_error
+from keras_tpu_dist.checkpoint.matching import apart
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -33,14 +35,16 @@ from keras_tpu_dist.checkpoint.names import (
     numbered,
 )
 from keras_tpu_dist.checkpoint.optimizers import fitting, kinds_of_optimizers
-from keras_tpu_dist.checkpoint.restore import assign_saved
+from keras_tpu_dist.checkpoint.restored import assign_saved
 from keras_tpu_dist.checkpoint.slots import build_optimizer
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store, finish, new_run
+from keras_tpu_dist.checkpoint.trained import TRAINED, Base, checked_base
 from keras_tpu_dist.common.checks import (
     PositiveInt,
     checked_arguments,
     checked_path,
+    one_of,
     require,
     whole,
 )
@@ -98,6 +102,11 @@ class LoopCheckpoint:
         keep: How many of the newest checkpoints to keep; `None` for all.
         asynchronous: Whether the loop continues while a checkpoint is written. If so, use it in a
             `with` block, whose end waits for the last one.
+        only: `"trained"` leaves out the weights of models that are frozen, and saves a fingerprint
+            of each: see `keras_tpu_dist.callbacks.Checkpoint`. They must have the values by now
+            with which the run begins.
+        base: With `only="trained"`, where the left-out weights come from. `restore` loads it into
+            models that have other values.
 
     Raises:
         ValueError: If an argument has the wrong type or value.
@@ -130,9 +139,15 @@ class LoopCheckpoint:
         *objects: Any,
         keep: PositiveInt | None = 3,
         asynchronous: bool = False,
+        only: Annotated[str, one_of(TRAINED)] | None = None,
+        base: str | os.PathLike | None = None,
     ):
         path = checked_path("LoopCheckpoint", _WHERE, directory=directory)
         self._parts = _Parts(objects)
+        source = checked_base("LoopCheckpoint", _WHERE, only, base)
+        self._base = None if only is None else Base(source)
+        if self._base is not None:
+            self._base.begin(self._parts.models)
         self._turn, self._is_closed, self._is_entered = threading.RLock(), "", False
         place = path if "://" in path else os.path.realpath(path)
         before = _open.get(place)
@@ -206,7 +221,7 @@ class LoopCheckpoint:
             "run": self._run,
             "objects": self._parts.counts(),
         }
-        saved = snapshot(self._parts, training, {}, _Parts.state, self._parts.objects)
+        saved = snapshot(self._parts, training, {}, _Parts.state, self._parts.objects, self._base)
         self._store.save(int(step), *saved)
 
     @_while_open
@@ -231,12 +246,15 @@ class LoopCheckpoint:
         require("LoopCheckpoint.restore", whole(0), True, step=step)
         finish(self._store.wait)
         noted = self._store.load_newest(self._load, step)
+        if noted is None and self._base is not None:
+            self._base.begin(self._parts.models)
         if step is not None:
             self._store.set_later_aside(step)
         return noted or {}
 
     def _load(self, step: int) -> dict[str, Any]:
-        store = self._store
+        store, base = self._store, self._base or Base()
+        where = f"checkpoint {step} of {store.directory!r}"
         manifest = store.agreed_manifest(step)
         numbers, positions = _noted(manifest, step, store.directory)
         places = []
@@ -248,15 +266,18 @@ class LoopCheckpoint:
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()
         chosen, among = self._parts.chosen(manifest, step)
+        saved, left_out = apart(chosen)
+        check_base(self._parts.models, left_out, manifest, where, base.source)
+        base.resume(left_out)
         before = [has_trained(optimizer) for optimizer in self._parts.optimizers]
-        assign_saved(store, step, chosen, any(before))
+        assign_saved(store, step, saved, any(before))
         self._parts.follow_compiled(before, manifest.training.get("loop_compiled"))
         load_beside(
             self._parts.models,
             manifest,
             lambda wanted: store.load(step, wanted),
             [variable for _, variable in chosen],
-            f"checkpoint {step} of {store.directory!r}",
+            where,
             among=among,
         )
         _keras.set_global_seed(manifest.training.get("global_seed"))

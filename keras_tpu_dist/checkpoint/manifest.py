@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from keras_tpu_dist.checkpoint.compiled import COMPILED
-from keras_tpu_dist.checkpoint.names import Entry
+from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.forms import DictOf, ListOf, Maybe, fits
 from keras_tpu_dist.input.position import POSITION
 
-# Version 2 packs small arrays into one: programs that know version 1 refuse it by its number.
-VERSION = 2
+# Version 2 packs small arrays into one, version 3 leaves weights out: programs that know a smaller
+# version refuse it by its number.
+_WITHOUT_BASE, VERSION = 2, 3
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 # The largest integer that JSON readers of all languages keep exactly.
 _MOST = 2**53
@@ -72,6 +73,8 @@ class Saved:
         axes: For every dimension, the mesh axes that split it when it was written.
         packed: If it is a part of the array of small arrays: where it begins, and the size of that
             array, in bytes.
+        left_out: Whether the checkpoint has no values of it, because the run's base has them. Its
+            fingerprint is then that of `keras_tpu_dist.checkpoint.fingerprint.identities`.
     """
 
     entry: Entry
@@ -79,6 +82,7 @@ class Saved:
     fingerprint: int
     axes: tuple = ()
     packed: tuple[int, int] | None = None
+    left_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Plain data, with a checksum."""
         content = {
-            "version": VERSION,
+            "version": VERSION if self.left_out else _WITHOUT_BASE,
             "written": self.written,
             "training": self.training,
             "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
@@ -115,6 +119,16 @@ class Manifest:
             kind: `"weights"`, for example.
         """
         return [saved.entry for saved in self.arrays.get(kind, ())]
+
+    @property
+    def left_out(self) -> list[Saved]:
+        """The weights that it leaves out."""
+        return [saved for saved in self.arrays.get(WEIGHTS, ()) if saved.left_out]
+
+    @property
+    def base(self) -> str | None:
+        """What the user called the base that has what is left out, if known."""
+        return self.written.get("base")
 
     @property
     def run(self) -> str:
@@ -199,8 +213,9 @@ def _row(saved: Saved) -> dict[str, Any]:
     # `asdict` copies each of the values: a tenth of the time of a save of many small arrays.
     row = {**vars(saved.entry), **vars(saved)}
     del row["entry"]
-    if not row["optimizer"]:
-        del row["optimizer"]
+    for name in ("optimizer", "left_out"):
+        if not row[name]:
+            del row[name]
     return row
 
 
@@ -209,7 +224,8 @@ def _saved(row: Mapping[str, Any]) -> Saved:
     entry = Entry(row["path"], shape, row["dtype"], row["slot"], row["nth"], optimizer)
     packed = row.get("packed")
     packed = None if packed is None else (packed[0], packed[1])
-    return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]), packed)
+    left_out = row.get("left_out", False)
+    return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]), packed, left_out)
 
 
 def _is_count(value: Any) -> bool:
@@ -261,6 +277,7 @@ _ROW = {
     "axes": list,
     "packed": Maybe((None, [_is_count, _is_count])),
     "optimizer": Maybe(_is_name),
+    "left_out": Maybe(bool),
 }
 _HISTORY = Maybe({"epoch": ListOf(_is_count), "logs": DictOf(list)})
 _CALLBACK = {
@@ -279,6 +296,7 @@ _FORM = {
         "mesh": Maybe(DictOf(_is_count)),
         "processes": Maybe(_is_count),
         "optimizers": Maybe(DictOf(_is_name)),
+        "base": Maybe((None, _is_name)),
     },
     "training": {
         "run": _is_name,
@@ -303,6 +321,9 @@ def _check(data: Mapping) -> None:
     for kind, named in data["training"].get("objects", {}).items():
         if sum(count for _, count in named) != len(data["arrays"].get(kind, ())):
             raise ValueError(f"objects={named!r:.80}")
+    for kind, rows in data["arrays"].items():
+        if kind != WEIGHTS and any(row.get("left_out") for row in rows):
+            raise ValueError(f"left_out of {kind!r:.80}")
 
 
 def _crc32(content: Mapping) -> int:

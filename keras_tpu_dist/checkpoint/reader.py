@@ -12,7 +12,11 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.checkpoint.barriers import from_first, in_all
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints, is_small
+from keras_tpu_dist.checkpoint.fingerprint import (
+    fingerprints,
+    is_fingerprint_of_32_bits,
+    is_small,
+)
 from keras_tpu_dist.checkpoint.keeping import (
     MANIFEST_FILE,
     Known,
@@ -234,8 +238,8 @@ class CheckpointReader:
         numbers = fingerprints(arrays)
         wrong = [
             array.entry.path
-            for array, n in zip(saved, numbers, strict=True)
-            if array.fingerprint != n
+            for array, n, value in zip(saved, numbers, arrays, strict=True)
+            if array.fingerprint != n and not is_fingerprint_of_32_bits(array.fingerprint, value)
         ]
         if wrong:
             raise checkpoint_error(

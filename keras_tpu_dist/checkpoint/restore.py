@@ -1,8 +1,6 @@
 """Loads a checkpoint into a model on any mesh: all of it, or one clear error."""
 
-import itertools
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -10,19 +8,21 @@ from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.barriers import in_all
+from keras_tpu_dist.checkpoint.base import check_base
 from keras_tpu_dist.checkpoint.beside import load_beside
 from keras_tpu_dist.checkpoint.compiled import (
     compiled_of,
     follow_compiled,
     has_trained,
 )
-from keras_tpu_dist.checkpoint.fingerprint import is_small
 from keras_tpu_dist.checkpoint.keras_files import (
     check_not_of_keras,
     is_file_of_keras,
     load_file,
 )
+from keras_tpu_dist.checkpoint.lora_files import is_lora_file, load_lora_file
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved, checkpoint_error
+from keras_tpu_dist.checkpoint.matching import apart, pairs_of, weights_of
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
     OPTIMIZER,
@@ -30,22 +30,17 @@ from keras_tpu_dist.checkpoint.names import (
     WEIGHTS,
     Matching,
     automatic_names,
-    check_excluded,
-    dtype_of,
     match,
     named_state,
-    names_of_models,
-    renamed,
 )
 from keras_tpu_dist.checkpoint.optimizers import Fitting, fitting, kinds_of_optimizers
 from keras_tpu_dist.checkpoint.reader import CheckpointReader, none_in
 from keras_tpu_dist.checkpoint.restored import (
-    GROUP_BYTES,
     Restored,
-    assign_in_groups,
-    grouped,
+    assign_saved,
 )
 from keras_tpu_dist.checkpoint.slots import begin_slots, build_optimizer
+from keras_tpu_dist.checkpoint.trained import Base
 from keras_tpu_dist.common.checks import FLAG, check_model, checked_path, require, whole
 from keras_tpu_dist.common.errors import message, value_error
 from keras_tpu_dist.common.patterns import patterns_of
@@ -54,9 +49,6 @@ from keras_tpu_dist.training import membership
 logger = logging.getLogger("keras_tpu_dist")
 
 _WHERE = 'Write for example ktd.restore(model, "checkpoints").'
-# Up to this size, a state is read and compared before anything changes. A larger one may not fit in
-# memory next to the current state, so it is read in groups.
-_AT_ONCE_BYTES = 128 * 2**20
 
 
 def restore(
@@ -66,6 +58,7 @@ def restore(
     strict: bool = True,
     exclude: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] | Mapping[str, str] = (),
+    base: str | os.PathLike | None = None,
 ) -> Restored:
     """Loads a checkpoint into a model, straight into the shards of its mesh.
 
@@ -79,18 +72,23 @@ def restore(
     Args:
         model: A built model.
         directory: The directory of `keras_tpu_dist.callbacks.Checkpoint`; or a file that Keras
-            saved: a `.keras`, `.weights.h5` or sharded `.weights.json`.
+            saved: a `.keras`, `.weights.h5` or sharded `.weights.json`; or a `.lora.h5` of
+            KerasHub's `save_lora_weights`.
         step: The checkpoint's step. Defaults to the newest complete one.
         strict: Whether the model and the checkpoint must have exactly the same weights.
         exclude: Patterns of paths to leave unchanged, such as `"*/head/*"`.
         rename: Pairs `(regular expression, replacement)` for saved paths, or a dict of them.
+        base: Where the weights are that a checkpoint with `only="trained"` leaves out: a `.keras`
+            or weights file, a directory of checkpoints or one of its steps (`"run7/1500"`), or a
+            preset of KerasHub. It is loaded first if the model has other values.
 
     Returns:
         A report of the loaded and the unchanged variables; print it.
 
     Raises:
         ValueError: If the model is not built, or the checkpoint does not fit: one error with every
-            path that is missing, unexpected, or has another shape or kind of dtype.
+            path that is missing, unexpected, or has another shape or kind of dtype; or if the model
+            has other values of what the checkpoint leaves out.
         CheckpointError: If there is no such checkpoint, or it is not complete.
 
     Example:
@@ -111,9 +109,12 @@ def restore(
     directory = checked_path("restore", _WHERE, directory=directory)
     pairs, exclude = _checked_pairs(rename), patterns_of(exclude)
     alone = membership.is_local(model)
-    if is_file_of_keras(directory):
+    source = None if base is None else checked_path("restore", _WHERE, base=base)
+    if is_file_of_keras(directory) or is_lora_file(directory):
         _check_built(model)
-        _check_of_files(step, pairs)
+        _check_of_files(step, pairs, source)
+        if is_lora_file(directory):
+            return load_lora_file(model, directory, exclude, alone)
         return load_file(model, directory, strict, exclude, alone)
 
     def opened() -> CheckpointReader:
@@ -122,7 +123,7 @@ def restore(
 
     what = f"opening {directory}"
     reader = in_all(what, opened, alone=alone)
-    return load_newest(model, reader, step, strict, exclude, pairs)[0]
+    return load_newest(model, reader, step, strict, exclude, pairs, base=Base(source))[0]
 
 
 def load_newest(
@@ -133,6 +134,7 @@ def load_newest(
     exclude: tuple[str, ...] = (),
     rename: tuple[tuple[str, str], ...] = (),
     needs: tuple[str, ...] = (),
+    base: Base | None = None,
 ) -> tuple[Restored, Manifest]:
     """Loads the newest complete checkpoint, or that of a step. See `restore`.
 
@@ -144,13 +146,15 @@ def load_newest(
         exclude: See `restore`.
         rename: See `restore`.
         needs: The entries that the manifest's `training` must have.
+        base: The base of what the checkpoint leaves out; afterwards it is that of the run.
     """
     _check_built(model)
+    base = base or Base()
 
     def load(candidate: int) -> tuple[Restored, Manifest]:
         manifest = reader.agreed_manifest(candidate)
         _check_has(manifest, needs, f"Checkpoint {candidate} of {reader.directory!r}")
-        return _load(model, reader, candidate, manifest, strict, exclude, rename), manifest
+        return _load(model, reader, candidate, manifest, strict, exclude, rename, base), manifest
 
     loaded = reader.load_newest(load, step)
     if loaded is None:
@@ -176,17 +180,21 @@ def _load(
     strict: bool,
     exclude: tuple[str, ...],
     rename: tuple[tuple[str, str], ...],
+    base: Base,
 ) -> Restored:
     where = f"checkpoint {step} of {reader.directory!r}"
     state = named_state(model)
     automatic = automatic_names([model])
-    matched = _weights_of(model, state, manifest, automatic, exclude, rename)
+    matched = weights_of(model, state, manifest, exclude, rename)
     if matched is None:
         raise ValueError(_one_of_several(reader, step, model, manifest))
     weights, among = matched
     if strict and not weights.complete:
         raise ValueError(_misfit(reader, step, weights))
-    pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
+    matched = pairs_of(state, manifest, WEIGHTS, weights.pairs)
+    pairs, left_out = apart(matched)
+    check_base([model], left_out, manifest, where, base.source, reader.alone)
+    base.resume(left_out)
     others = []
     optimizer = getattr(model, "optimizer", None)
     before = compiled_of(optimizer), has_trained(optimizer)
@@ -199,9 +207,15 @@ def _load(
     if has_optimizer:
         follow_compiled(optimizer, *before, manifest.training.get("compiled"))
     begin_slots(model, [variable for _, variable in others], before[1])
-    loaded = [variable for _, variable in pairs]
+    fitting_here = [variable for _, variable in matched]
     load_beside(
-        [model], manifest, lambda wanted: reader.load(step, wanted), loaded, where, rename, among
+        [model],
+        manifest,
+        lambda wanted: reader.load(step, wanted),
+        fitting_here,
+        where,
+        rename,
+        among,
     )
     _keras.forget_state(model)
     if weights.renamed:
@@ -215,78 +229,13 @@ def _load(
     return Restored(
         directory=reader.directory,
         step=step,
-        loaded=tuple(variable.path for variable in loaded),
+        loaded=tuple(variable.path for _, variable in pairs),
         kept=(*weights.kept, *weights.missing, *weights.reshaped),
         unused=weights.unexpected,
         renamed=weights.renamed,
         optimizer=has_optimizer,
+        base=tuple(variable.path for _, variable in left_out),
     )
-
-
-def assign_saved(
-    reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]], trained: bool
-) -> None:
-    """Loads arrays in groups. See `assign_in_groups`.
-
-    Args:
-        reader: The checkpoints.
-        step: The checkpoint's step.
-        chosen: Saved arrays, with the variables that they are for.
-        trained: Whether the model has trained, so that all is read once before anything changes.
-    """
-
-    def size_of(pair: tuple[Saved, Any]) -> int:
-        return math.prod(pair[0].entry.shape) * dtype_of(pair[1]).itemsize
-
-    def read(group: list) -> list:
-        # Not the value's dtype: an initializer may give a narrower one than the variable declares.
-        return reader.load(step, [(saved, v.value.sharding, dtype_of(v)) for saved, v in group])
-
-    # The small ones first, which are read together.
-    chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
-    at_once = sum(map(size_of, chosen)) <= _AT_ONCE_BYTES
-    groups = grouped(chosen, size_of, _AT_ONCE_BYTES if at_once else GROUP_BYTES)
-    assign_in_groups(list(groups), read, trained)
-
-
-def _weights_of(
-    model: Any,
-    state: dict,
-    manifest: Manifest,
-    automatic: frozenset[str],
-    exclude: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-) -> tuple[Matching, list[int]] | None:
-    """The weights of this model; `None` if a loop saved several models, and which is unclear.
-
-    With the number of the model, if it is one of several.
-    """
-    here, saved = [entry for entry, _ in state[WEIGHTS]], manifest.entries(WEIGHTS)
-    paths, models = [entry.path for entry in here], names_of_models([model])
-    check_excluded(exclude, [*paths, *(renamed(entry.path, rename) for entry in saved)])
-
-    def matched(start: int, stop: int) -> Matching:
-        return match(
-            here,
-            saved[start:stop],
-            automatic=automatic,
-            automatic_there=manifest.automatic,
-            exclude=exclude,
-            rename=rename,
-            models=models,
-        ).moved(0, start)
-
-    whole = matched(0, len(saved))
-    objects = manifest.objects(WEIGHTS)
-    if len(objects) < 2 or whole.complete:
-        return whole, []
-    ends = list(itertools.accumulate(count for _, count in objects))
-    matchings = [matched(end - count, end) for end, (_, count) in zip(ends, objects, strict=True)]
-    chosen = [number for number, matching in enumerate(matchings) if matching.complete]
-    if model.name not in automatic:
-        named = [number for number, (name, _) in enumerate(objects) if name == model.name]
-        chosen = named or chosen
-    return (matchings[chosen[0]], chosen) if len(chosen) == 1 else None
 
 
 def _one_of_several(reader: CheckpointReader, step: int, model: Any, manifest: Manifest) -> str:
@@ -316,8 +265,8 @@ def _others(
     if here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
         kinds = kinds_of_optimizers([optimizer])
         fits = fitting(here, manifest, kinds, sources, automatic, there)
-        pairs += _pairs(state, manifest, SLOTS, fits.slots)
-        pairs += _pairs(state, manifest, OPTIMIZER, fits.rest.pairs)
+        pairs += pairs_of(state, manifest, SLOTS, fits.slots)
+        pairs += pairs_of(state, manifest, OPTIMIZER, fits.rest.pairs)
         saved_by = manifest.written.get("optimizer")
         if not pairs:
             logger.warning(
@@ -329,7 +278,7 @@ def _others(
         here[METRICS], manifest.entries(METRICS), automatic=automatic, automatic_there=there
     )
     if metrics.complete:
-        pairs += _pairs(state, manifest, METRICS, metrics.pairs)
+        pairs += pairs_of(state, manifest, METRICS, metrics.pairs)
     return pairs
 
 
@@ -353,11 +302,6 @@ def _say_what_is_left(
         if lacking
         else "",
     )
-
-
-def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) -> list:
-    saved = manifest.arrays.get(kind, ())
-    return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
 
 
 def _misfit(reader: CheckpointReader, step: int, weights: Matching) -> str:
@@ -396,12 +340,12 @@ def _is_renaming(pair: Any) -> bool:
     return True
 
 
-def _check_of_files(step: int | None, rename: tuple) -> None:
-    if step is not None or rename:
+def _check_of_files(step: int | None, rename: tuple, base: str | None) -> None:
+    if step is not None or rename or base is not None:
         raise value_error(
             "A Keras file has one state, and identifies variables by the model's structure.",
-            received={"step": step, "rename": rename},
-            fix="Leave both out.",
+            received={"step": step, "rename": rename, "base": base},
+            fix="Leave them out.",
         )
 
 

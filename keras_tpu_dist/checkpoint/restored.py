@@ -2,17 +2,24 @@
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, checkpoint_error
+from keras_tpu_dist.checkpoint.fingerprint import is_small
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Saved, checkpoint_error
+from keras_tpu_dist.checkpoint.names import dtype_of
+from keras_tpu_dist.checkpoint.reader import CheckpointReader
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.progress import stages
 
 # A state that fills the memory leaves no space for a second one.
 GROUP_BYTES = 64 * 2**20
+# Up to this size, a state is read and compared before anything changes. A larger one may not fit in
+# memory next to the current state, so it is read in groups.
+_AT_ONCE_BYTES = 128 * 2**20
 
 _Item = TypeVar("_Item")
 
@@ -29,6 +36,8 @@ class Restored(Printed):
         unused: Paths in the checkpoint without a variable.
         renamed: A dict from a saved path to the model's path, if they differ.
         optimizer: Whether the optimizer's state was loaded, too.
+        base: Paths of the variables that the checkpoint leaves out, and that the model has as the
+            run's base had them.
     """
 
     directory: str
@@ -38,6 +47,7 @@ class Restored(Printed):
     unused: tuple[str, ...]
     renamed: dict[str, str]
     optimizer: bool
+    base: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name."""
@@ -45,6 +55,8 @@ class Restored(Printed):
 
     def __str__(self):
         lines = [f"step {self.step} of {self.directory}: {len(self.loaded)} variables loaded"]
+        if self.base:
+            lines.append(f"  left out, and equal to the base: {len(self.base)} variables")
         lines += [f"  kept   {path}" for path in self.kept]
         lines += [f"  unused {path}" for path in self.unused]
         lines += [f"  {old} -> {new}" for old, new in self.renamed.items()]
@@ -77,6 +89,32 @@ def grouped(
         size += size_of(item)
     if group:
         yield group
+
+
+def assign_saved(
+    reader: CheckpointReader, step: int, chosen: list[tuple[Saved, Any]], trained: bool
+) -> None:
+    """Loads arrays in groups. See `assign_in_groups`.
+
+    Args:
+        reader: The checkpoints.
+        step: The checkpoint's step.
+        chosen: Saved arrays, with the variables that they are for.
+        trained: Whether the model has trained, so that all is read once before anything changes.
+    """
+
+    def size_of(pair: tuple[Saved, Any]) -> int:
+        return math.prod(pair[0].entry.shape) * dtype_of(pair[1]).itemsize
+
+    def read(group: list) -> list:
+        # Not the value's dtype: an initializer may give a narrower one than the variable declares.
+        return reader.load(step, [(saved, v.value.sharding, dtype_of(v)) for saved, v in group])
+
+    # The small ones first, which are read together.
+    chosen = sorted(chosen, key=lambda pair: not is_small(pair[0].entry))
+    at_once = sum(map(size_of, chosen)) <= _AT_ONCE_BYTES
+    groups = grouped(chosen, size_of, _AT_ONCE_BYTES if at_once else GROUP_BYTES)
+    assign_in_groups(list(groups), read, trained)
 
 
 def assign_in_groups(

@@ -23,6 +23,7 @@ from keras_tpu_dist.checkpoint.names import (
 )
 from keras_tpu_dist.checkpoint.optimizers import kinds_of_optimizers
 from keras_tpu_dist.checkpoint.packed import pack
+from keras_tpu_dist.checkpoint.trained import Base
 from keras_tpu_dist.common.version import __version__
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -38,6 +39,7 @@ def snapshot(
     extra: Mapping[str, np.ndarray],
     state_of: Callable[[Any], dict[str, list]] = named_state,
     objects: Sequence[Any] = (),
+    base: Base | None = None,
 ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
     """The arrays of a model's training state on the devices, and their manifest.
 
@@ -47,6 +49,7 @@ def snapshot(
         extra: Further host arrays of the state, by name.
         state_of: A function from the model to its variables with their entries, by kind.
         objects: What a loop saves, models and others; by default the model alone.
+        base: What the run's checkpoints leave out; `None` if nothing.
 
     Returns:
         The arrays by key, and a function that returns the manifest. The function waits for the
@@ -54,18 +57,26 @@ def snapshot(
         even if training continues.
     """
     state = state_of(model)
-    rows = [(kind, entry, declared(v)) for kind, pairs in state.items() for entry, v in pairs]
     models = [item for item in objects or [model] if isinstance(item, keras.Layer)]
+    left = {} if base is None else base.left_out(models)
+    rows = [
+        (kind, entry, None if id(v) in left else declared(v))
+        for kind, pairs in state.items()
+        for entry, v in pairs
+    ]
+    numbers_left = [left[id(v)] for pairs in state.values() for _, v in pairs if id(v) in left]
     beside = rows_beside(models)
     rows += [row for of_model in beside for row in of_model]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
     axes = [_axes(value) for *_, value in rows]
     values = small_on_host([value for *_, value in rows])
-    numbers = start_fingerprints(values)
+    numbers = start_fingerprints([value for value in values if value is not None])
     parts = {part for _, entry, _ in rows for part in entry.path.split("/")}
     automatic = automatic_names(objects or [model]) & parts
     training, written = copy.deepcopy(dict(training)), _written(model, objects)
+    if left and base is not None and base.source is not None:
+        written["base"] = base.source
     if objects:
         counted = [
             [item.name, len(of_model)] for item, of_model in zip(models, beside, strict=True)
@@ -73,14 +84,16 @@ def snapshot(
         training["objects"] = {**training["objects"], BESIDE: counted}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
-    described: list[tuple[str, Entry, str, tuple]] = []
+    described: list[tuple[str, Entry, str, tuple, bool]] = []
     small: dict[str, np.ndarray] = {}
     for (kind, entry, _), value, split in zip(rows, values, axes, strict=True):
         check_name(entry.path)
         key = f"{kind}_{counts[kind]:05}"
         counts[kind] += 1
-        (small if isinstance(value, np.ndarray) and is_small(value) else arrays)[key] = value
-        described.append((kind, entry, key, split))
+        if value is not None:
+            is_packed = isinstance(value, np.ndarray) and is_small(value)
+            (small if is_packed else arrays)[key] = value
+        described.append((kind, entry, key, split, value is None))
 
     stored, places = pack(small)
     arrays |= stored
@@ -88,8 +101,10 @@ def snapshot(
     def manifest() -> Manifest:
         by_kind: dict[str, list[Saved]] = {kind: [] for kind in counts}
         finite = True
-        for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers(), strict=True):
-            by_kind[kind].append(Saved(entry, key, number, axes, places.get(key)))
+        saved, of_left = iter(numbers()), iter(numbers_left)
+        for kind, entry, key, axes, is_left in described:
+            number, is_finite = next(of_left if is_left else saved)
+            by_kind[kind].append(Saved(entry, key, number, axes, places.get(key), is_left))
             finite &= is_finite or kind != WEIGHTS
         arrays = {kind: tuple(rows) for kind, rows in by_kind.items()}
         return Manifest(

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints, small_on_host, start_fingerprints
+from keras_tpu_dist.checkpoint.fingerprint import (
+    fingerprints,
+    identities,
+    is_fingerprint_of_32_bits,
+    small_on_host,
+    start_fingerprints,
+)
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64"]
@@ -43,6 +49,29 @@ def test_all_bits_of_eight_bytes_count(dtype):
         fractions = np.array([0.25, 0.5]).astype(dtype)
         arrays = [array, split, fractions]
         assert fingerprints(arrays) == [expected(array)] * 2 + [expected(fractions)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_an_identity_is_the_same_on_every_mesh_and_tells_constants_apart(dtype):
+    mesh = ktd.TPUStrategy(MESH).mesh
+    # Above 64 KiB, the devices compute it.
+    array = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(512, 256)) * 50, dtype))
+    specs = [(), ("data",), (("data", "fsdp"), "model"), (None, "model")]
+    placed = [jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs]
+    assert len(set(identities([array, *placed]))) == 1
+    constants = [jnp.full((512, 256), value, dtype) for value in (0, 1, 2, 4)]
+    others = [placed[1], placed[1].T.reshape(512, 256), *constants, placed[1].at[7, 7].add(1)]
+    assert len({number for number, _ in identities(others)}) == len(others)
+
+
+def test_all_bits_of_the_hosts_arrays_count():
+    one, other = np.array([1, 2**40 + 1]), np.array([2**40 + 1, 1])
+    assert fingerprints([one]) != fingerprints([other])
+    # Older versions cast to 32 bits before, and what they wrote loads.
+    [number] = fingerprints([one.astype("int32")])
+    assert is_fingerprint_of_32_bits(number, one)
+    assert not is_fingerprint_of_32_bits(number + 1, one)
+    assert not is_fingerprint_of_32_bits(number, one.astype("int32"))
 
 
 def test_empty_ones_have_numbers_too():

@@ -182,7 +182,7 @@ def _as_keras_file(options: Namespace) -> Any:
         begin("building")
         model = given.model_of(options.build or "", options.command)
         begin("reading")
-        report = restore(model, options.directory, options.step)
+        report = restore(model, options.directory, options.step, base=options.base)
         begin(f"writing {options.to_keras}")
         save = model.save if options.to_keras.endswith(".keras") else model.save_weights
         _write_whole(options.to_keras, save)

@@ -290,6 +290,7 @@ _COMMANDS: dict[str, tuple[str, Sequence[Option]]] = {
             _option("--to-keras", metavar="FILE", help="write .keras or .weights.h5"),
             _option("--build", help="BUILD for --to-keras: module:function or FILE.py:function"),
             _option("--step", type=int, help="which checkpoint; default: the newest"),
+            _option("--base", help="for --to-keras: where the weights are that it leaves out"),
             _JSON,
         ),
     ),
