@@ -1,4 +1,7 @@
-"""The programs that a first and a second process compile, with the cache of compiled programs.
+"""The programs that a first and a second start compile, with the cache of compiled programs.
+
+Steps are counted by themselves. JAX caches what process 0 compiles: a small program on a device of
+another process is no program of process 0's, and is compiled at each start.
 
 python benchmarks/compilation_cache.py
 python benchmarks/compilation_cache.py --processes 2 fit fsdp
@@ -6,6 +9,7 @@ python benchmarks/compilation_cache.py --processes 2 fit fsdp
 
 import argparse
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -178,6 +182,19 @@ class Programs:
         return self.keras.Model(inputs, self.layers.Dense(8)(self.layers.Concatenate()(parts)))
 
 
+class Explained(logging.Handler):
+    """Collects what the log says of steps that are compiled."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.steps: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Notes a message."""
+        if "is compiled: " in record.getMessage():
+            self.steps.append(record.getMessage())
+
+
 def run_here(names: list[str]) -> None:
     """Runs programs in this process, and prints how many were compiled of how many."""
     import keras_tpu_dist as ktd
@@ -190,12 +207,22 @@ def run_here(names: list[str]) -> None:
 
     counts: Counter = Counter()
     jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
+    explained = Explained(logging.INFO)
+    logging.getLogger("keras_tpu_dist").setLevel(logging.INFO)
+    logging.getLogger("keras_tpu_dist").addHandler(explained)
     programs = Programs().by_name()
     for name in names or programs:
         counts.clear()
+        explained.steps.clear()
         programs[name]()
-        counted = {"name": name, "asked": counts[ASKED], "compiled": counts[ASKED] - counts[FOUND]}
-        print(json.dumps(counted | {"process": jax.process_index()}), flush=True)
+        counted = {
+            "name": name,
+            "process": jax.process_index(),
+            "asked": counts[ASKED],
+            "compiled": counts[ASKED] - counts[FOUND],
+            "steps": explained.steps,
+        }
+        print(json.dumps(counted), flush=True)
 
 
 def started(names: list[str], folder: str, processes: int = 1) -> list[dict]:
@@ -230,13 +257,17 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         starts = [started(given.names, folder, given.processes) for _ in range(2)]
-    print("program    process  compiled by the first start  by the second")
     second = {(counts["name"], counts["process"]): counts for counts in starts[1]}
+    print("program    process  first start: programs, steps  second start: programs, steps")
     for first in starts[0]:
         again = second[first["name"], first["process"]]
         print(
-            f"{first['name']:10} {first['process']:7} {first['compiled']:28} {again['compiled']:14}"
+            f"{first['name']:10} {first['process']:7}"
+            f" {first['compiled']:22} {len(first['steps']):6}"
+            f" {again['compiled']:23} {len(again['steps']):6}"
         )
+        for reason in again["steps"]:
+            print(f"  {reason}")
 
 
 if __name__ == "__main__":

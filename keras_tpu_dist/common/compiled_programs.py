@@ -124,12 +124,13 @@ class CompiledPrograms:
             return
         name = key.rpartition("-")[0]
         try:
-            found = [about for path in self._alike(name) if (about := _about(path))]
+            abouts = [_about(path) for path in self._alike(name)]
         except OSError as error:
             logger.info("%s is compiled; %s cannot be listed: %s", name, self.folder, error)
             return
-        differing = [_differing(here, about) for about in found]
-        logger.info("%s is compiled: %s", name, _reason(min(differing, key=len, default=None)))
+        differing = [_differing(here, about) for about in abouts if about]
+        reason = _reason(min(differing, key=len, default=None), len(abouts))
+        logger.info("%s is compiled: %s", name, reason)
 
     def _alike(self, name: str) -> list[Any]:
         """The newest programs of a name."""
@@ -195,9 +196,10 @@ def _words(value: str | None) -> str:
     return "absent" if value is None else ascii(value)[1:-1][:_MOST_WORDS]
 
 
-def _reason(differing: list[str] | None) -> str:
+def _reason(differing: list[str] | None, number: int) -> str:
     if differing is None:
-        return "no program of this name is in the cache"
+        of_this_name = f"{number} of this name in the cache do not say what they are for"
+        return of_this_name if number else "no program of this name is in the cache"
     if not differing:
         return (
             "its arguments, options and versions are those of a cached one, so the function is "

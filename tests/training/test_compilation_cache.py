@@ -259,6 +259,8 @@ def test_a_jax_without_the_name_caches_by_itself(tmp_path, monkeypatch, caplog):
 def test_a_second_start_compiles_nothing(processes, tmp_path):
     first, second = (benchmark.started([], str(tmp_path), processes) for _ in range(2))
     assert all(counts["asked"] > 2 for counts in second)
-    assert [counts for counts in second if counts["compiled"]] == []
-    assert all(counts["compiled"] == counts["asked"] for counts in first[:1])
+    assert [counts for counts in second if counts["steps"]] == []
+    assert all(counts["steps"] for counts in first)
+    # What others than process 0 compile for their own devices is never written by JAX.
+    assert [c for c in second if c["compiled"] and c["process"] == 0] == []
     assert {counts["process"] for counts in second} == set(range(processes))
