@@ -103,7 +103,7 @@ class CompiledPrograms:
                 self._files.write(key + _SUFFIX, data)
             else:
                 log_once(
-                    f"a program of {len(data)} bytes is not cached: {self.folder} is to have at most "
+                    f"a program of {len(data)} bytes is not cached: {self.folder} may have at most "
                     f"{self.most_bytes} (jax_compilation_cache_max_size)",
                     logging.WARNING,
                 )

@@ -89,7 +89,7 @@ def test_another_shape_or_option_is_explained(tmp_path, caplog):
     assert reason() == [f"{explained}no program of this name is in the cache"]
     assert reason() == []
     (text,) = reason(rows=26)
-    assert "argument [1][0][0] was float32[16, 4]" in text
+    assert "argument [1].data[0] was float32[16, 4]" in text
     assert "and is float32[28, 4]" in text
     (text,) = reason(compiler_options={"xla_cpu_enable_fast_math": True})
     assert text.endswith("compiler option xla_cpu_enable_fast_math was absent and is True")
