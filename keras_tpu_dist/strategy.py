@@ -184,8 +184,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
-        made = device_mesh.backend_mesh  # Keras names no types of axes.
-        self._make_parts(auto_mesh(made.devices, made.axis_names), layout)
+        self._make_parts(device_mesh.backend_mesh, layout)
         super().__init__(
             layout_map=_as_layout_map(layout, device_mesh),
             batch_dim_name=self.mesh.axis_names[0],
@@ -202,6 +201,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
 
     def _make_parts(self, mesh: Mesh, layout: Any) -> None:
         options = self.options
+        mesh = auto_mesh(mesh.devices, mesh.axis_names)  # Keras names no types of axes.
         warn_without_tpu(list(mesh.devices.flat))
         data_axes = splitting_axes(options.data_axes, mesh)
         if self._topology is None:

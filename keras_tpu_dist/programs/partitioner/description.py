@@ -21,17 +21,17 @@ def description_of(args: Any, mesh: Mesh, options: Mapping[str, Any]) -> dict[st
     """
     first = mesh.devices.flat[0]
     leaves = jax.tree_util.tree_leaves_with_path(args)
-    return {
-        **{f"argument {jax.tree_util.keystr(path)}": _type_of(leaf) for path, leaf in leaves},
+    arguments = {f"argument {jax.tree_util.keystr(path)}": _type_of(leaf) for path, leaf in leaves}
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
+    made_for = {
         "the mesh": str(dict(mesh.shape)),
         "the chip": f"{mesh.size} x {first.device_kind}",
         "the number of processes": str(len({device.process_index for device in mesh.devices.flat})),
-        **_options(options),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "the compiler": first.client.platform_version,
-        **{name: os.environ.get(name, "") for name in _VARIABLES},
     }
+    return arguments | made_for | _options(options) | variables
 
 
 def _type_of(leaf: Any) -> str:
@@ -43,7 +43,5 @@ def _type_of(leaf: Any) -> str:
 def _options(options: Mapping[str, Any]) -> dict[str, str]:
     """The options by name, those of the compiler one by one."""
     of_compiler = options.get("compiler_options") or {}
-    return {
-        **{name: str(value) for name, value in options.items() if name != "compiler_options"},
-        **{f"compiler option {name}": str(value) for name, value in of_compiler.items()},
-    }
+    of_jit = {name: str(value) for name, value in options.items() if name != "compiler_options"}
+    return of_jit | {f"compiler option {name}": str(value) for name, value in of_compiler.items()}
