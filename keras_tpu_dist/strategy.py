@@ -1,5 +1,6 @@
 """TPUStrategy: the distribution that trains Keras models on a mesh of devices."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,6 +44,7 @@ from keras_tpu_dist.replica.loop import Launches
 from keras_tpu_dist.replica.run import ReplicaCode, gather, local_results, reduce
 from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.training import adoption, membership, pickling
+from keras_tpu_dist.training.compilation_cache import checked_cache, use_cache
 from keras_tpu_dist.training.options import Ahead, Donate, Head, Input, Options, Tables
 from keras_tpu_dist.training.runner import Runner
 from keras_tpu_dist.training.scope import DescribedScope, Scope
@@ -115,6 +117,10 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             the same time; they are computed twice. `"whole"`: as the model does. `"auto"`: in
             pieces if the logits and their gradient would take more than 0.4 of the memory that
             weights, slots and gradients leave.
+        compilation_cache: Where compiled programs are cached, so that the next process does not
+            compile them again: a folder or a bucket, `True` for the default one, `False` for none.
+            JAX has one cache for the process. `None`: the folder of `KTD_COMPILATION_CACHE`, if it
+            is set, else the default one on TPUs. A cache that you set in JAX itself stays.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is not an axis of the mesh, or a
@@ -150,6 +156,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         compiler_options: Any = "auto",
         tables: Tables | None = "auto",
         head: Head = "auto",
+        compilation_cache: bool | str | os.PathLike | None = None,
     ):
         _keras.install()
         if topology is not None:
@@ -168,6 +175,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
             compiler_options=compiler_options,
             tables=tables,
             head=head,
+            compilation_cache=checked_cache(compilation_cache),
         )
         self._topology = _only_named(mesh, topology)
         self._given_mesh = mesh
@@ -176,8 +184,7 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
-        made = device_mesh.backend_mesh  # Keras names no types of axes.
-        self._make_parts(auto_mesh(made.devices, made.axis_names), layout)
+        self._make_parts(device_mesh.backend_mesh, layout)
         super().__init__(
             layout_map=_as_layout_map(layout, device_mesh),
             batch_dim_name=self.mesh.axis_names[0],
@@ -194,8 +201,13 @@ class TPUStrategy(TensorFlowNames, keras.distribution.ModelParallel):
 
     def _make_parts(self, mesh: Mesh, layout: Any) -> None:
         options = self.options
+        mesh = auto_mesh(mesh.devices, mesh.axis_names)  # Keras names no types of axes.
         warn_without_tpu(list(mesh.devices.flat))
         data_axes = splitting_axes(options.data_axes, mesh)
+        if self._topology is None:
+            # Before anything is compiled.
+            first = mesh.devices.flat[0]
+            use_cache(options.compilation_cache, first.platform, num_hosts(mesh))
         self.layouts = Layouts(
             mesh, data_axes, layout, options.shard_optimizer, options.batch_axis == 0
         )

@@ -370,6 +370,7 @@ ROWS: dict[str, Row] = {
             "compiler_options": ("", "atuo", 3, True, NAN, [], {1: True}, {"xla_foo": None}),
             "tables": ("", "row", 3, True, NAN, []),
             "head": ("", "piece", 3, True, NAN, [], None),
+            "compilation_cache": ("", 3, NAN, [], b"folder"),
         },
     ),
     "TPUStrategy.explain": Row(

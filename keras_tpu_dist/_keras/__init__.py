@@ -68,6 +68,12 @@ from keras_tpu_dist._keras.building import output_spec as output_spec
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
+from keras_tpu_dist._keras.caching import begin_caching as begin_caching
+from keras_tpu_dist._keras.caching import end_caching as end_caching
+from keras_tpu_dist._keras.caching import jax_caches_in as jax_caches_in
+from keras_tpu_dist._keras.caching import jax_may_cache as jax_may_cache
+from keras_tpu_dist._keras.caching import most_bytes_cached as most_bytes_cached
+from keras_tpu_dist._keras.caching import we_cache_in as we_cache_in
 from keras_tpu_dist._keras.call_state import constants_changed as constants_changed
 from keras_tpu_dist._keras.call_state import step_of_keras as step_of_keras
 from keras_tpu_dist._keras.callback_list import listens as listens

@@ -430,6 +430,12 @@ OPTIONAL = (
         "options of a program of replicas",
         "jax.export of replicas",
     ),
+    *_each(
+        "jax._src.compilation_cache",
+        "get_file_cache",
+        "a cache of compiled programs that is bounded, whole, and says why one is missing",
+        "jax.config.jax_compilation_cache_dir that takes a cache",
+    ),
     *_each("jax._src.lib", "_jax", "HLO as text, compiled", "jax.export that reads HLO"),
     *_each(
         "keras_hub.src.utils.preset_utils",

@@ -26,6 +26,7 @@ from keras_tpu_dist.common.checks import (
 )
 from keras_tpu_dist.common.errors import runtime_error, value_error
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
+from keras_tpu_dist.training.compilation_cache import cache_beside
 from keras_tpu_dist.training.membership import fit_in_training
 
 _WHERE = 'Write for example Checkpoint("checkpoints", every_steps=500).'
@@ -170,6 +171,7 @@ class Checkpoint(InFit):
         Args:
             arguments: The arguments of `fit`; `"callbacks"` is a flat list of all callbacks.
         """
+        cache_beside(self.directory)
         callbacks = arguments["callbacks"]
         self._callbacks = [callback for callback in callbacks if callback is not self]
         self._of_this_kind = [

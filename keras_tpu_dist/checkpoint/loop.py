@@ -53,6 +53,7 @@ from keras_tpu_dist.common.forms import DictOf, ListOf, fits
 from keras_tpu_dist.input.position import POSITION, own_position
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.preemption import Preemption
+from keras_tpu_dist.training.compilation_cache import cache_beside
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -154,6 +155,7 @@ class LoopCheckpoint:
         if before is not None and not before._is_entered:
             before._give_way()
         self._store = Store(path, keep=Keep(keep), asynchronous=asynchronous)
+        cache_beside(path)
         self._run = ""  # its name, once it has one
         # If it is deleted without `close`, the last checkpoint is still written, and the next one
         # of this process can use the directory.

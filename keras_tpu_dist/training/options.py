@@ -41,6 +41,7 @@ class Options:
     compiler_options: Any = "auto"
     tables: str | None = "auto"
     head: str = "auto"
+    compilation_cache: bool | str | None = None
 
     def __post_init__(self):
         checked_compiler_options(self.compiler_options)

@@ -207,7 +207,7 @@ def test_what_was_used_the_longest_ago_goes_first(tmp_path):
         cache.put(keys[number], {"word": word})
         os.utime(tmp_path / f"{keys[number]}.json.gz", (number, number))
     assert cache.get(keys[0]) == {"word": words[0]}  # used now
-    cache.most_bytes = sum(path.stat().st_size for path in tmp_path.iterdir()) + 50
+    cache.files.most_bytes = sum(path.stat().st_size for path in tmp_path.iterdir()) + 50
     cache.put(keys[2], {"word": words[2]})
     assert cache.get(keys[1]) is None
     assert cache.get(keys[0]) == {"word": words[0]}

@@ -1,6 +1,7 @@
 """`jax.jit` for a mesh: replaces operations that XLA partitions wrongly before compiling."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.compiled_programs import compiling
 from keras_tpu_dist.common.phases import OTHER, phase
 from keras_tpu_dist.programs.answers import Answer
 from keras_tpu_dist.programs.equal import EXECUTABLES, Equal, key_of
@@ -20,6 +22,7 @@ from keras_tpu_dist.programs.jaxprs import (
     with_inputs,
 )
 from keras_tpu_dist.programs.partitioner import exchanges
+from keras_tpu_dist.programs.partitioner.description import description_of
 from keras_tpu_dist.programs.partitioner.places import in_compiled_code
 from keras_tpu_dist.programs.partitioner.spread import Axes, spec_axes
 from keras_tpu_dist.programs.types import types_of
@@ -82,7 +85,8 @@ class Jitted:
                 return launched(*args)
             except OtherTypes:
                 del self._launched[kind]
-        with phase(OTHER):
+        described = functools.partial(description_of, args, self._mesh, self._options)
+        with phase(OTHER), compiling(self._name, described):
             return self._to_launch(kind, args)(*args)
 
     def _to_launch(self, kind: Hashable, args: tuple) -> Callable:

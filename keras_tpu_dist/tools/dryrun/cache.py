@@ -9,8 +9,6 @@ import logging
 import os
 import re
 import stat
-import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import jax
 
+from keras_tpu_dist.common.bounded_folder import BoundedFolder
 from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.tools.dryrun import worker
 
@@ -30,7 +29,7 @@ _MOST_TEXT_BYTES, _MOST_EXPANSION = 2**30, 100
 _SUFFIX = ".json.gz"
 # The folder may hold other files, which must not be removed.
 _OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
-_PART, _PART_OF_A_KILLED_PROCESS_S = "compilation-", 24 * 3600.0
+_PART = "compilation-"
 # Besides the program, the result depends on the compilers and how they are called.
 _PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -50,7 +49,8 @@ class Cache:
     """
 
     def __init__(self, folder: str | os.PathLike, most_bytes: int = _MOST_BYTES):
-        self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
+        self.folder = Path(folder).expanduser()
+        self.files = BoundedFolder(self.folder, _OWN, _PART, most_bytes)
 
     @classmethod
     def of(cls, cache: Any) -> "Cache | None":
@@ -86,8 +86,7 @@ class Cache:
             entry = json.loads(_decompressed(path))
             if entry["key"] != key:
                 raise ValueError("it belongs to another program")
-            with contextlib.suppress(OSError):  # a folder that others may only read
-                os.utime(path)
+            self.files.used(path.name)
             return entry["value"]
         except FileNotFoundError:
             return None
@@ -104,38 +103,12 @@ class Cache:
         """
         data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file, part = tempfile.mkstemp(dir=self.folder, prefix=_PART)
-            try:
-                with os.fdopen(file, "wb") as opened:
-                    opened.write(data)
-                os.replace(part, self._path(key))
-            except BaseException:
-                os.unlink(part)
-                raise
-            self._shrink()
+            self.files.write(self._path(key).name, data)
         except OSError as error:
             logger.warning("compilations are not cached in %s: %s", self.folder, error)
 
     def _path(self, key: str) -> Path:
         return self.folder / (key + _SUFFIX)
-
-    def _shrink(self) -> None:
-        found = []
-        forgotten = (time.time() - _PART_OF_A_KILLED_PROCESS_S) * 1e9
-        for path in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
-                status = path.stat()
-                if path.name.startswith(_PART) and status.st_mtime_ns < forgotten:
-                    path.unlink()
-                if _OWN.fullmatch(path.name):
-                    found.append((status.st_mtime_ns, status.st_size, path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if left <= self.most_bytes:
-                return
-            path.unlink(missing_ok=True)
-            left -= size
 
 
 def _decompressed(path: Path) -> bytes:
