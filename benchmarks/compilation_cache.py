@@ -108,7 +108,7 @@ class Programs:
             total.update_state(model(x, training=True))
 
         strategy.run(step, (self.x[:16],))
-        for _ in strategy.loop(step, strategy.distribute_dataset(self.x, batch_size=8), 2):
+        for _ in strategy.loop(step, strategy.distribute_dataset(self.x[:16], batch_size=8), 2):
             pass
 
     def classifier(self):

@@ -218,14 +218,7 @@ def _load(
         among,
     )
     _keras.forget_state(model)
-    if weights.renamed:
-        logger.info(
-            "%d variables of %s were saved with other numbers in their names, and were matched in "
-            "order (the first: %s)",
-            len(weights.renamed),
-            model.name,
-            " is ".join(next(iter(weights.renamed.items()))),
-        )
+    _log_renamed(model, weights)
     return Restored(
         directory=reader.directory,
         step=step,
@@ -236,6 +229,17 @@ def _load(
         optimizer=has_optimizer,
         base=tuple(variable.path for _, variable in left_out),
     )
+
+
+def _log_renamed(model: Any, weights: Matching) -> None:
+    if weights.renamed:
+        logger.info(
+            "%d variables of %s were saved with other numbers in their names, and were matched in "
+            "order (the first: %s)",
+            len(weights.renamed),
+            model.name,
+            " is ".join(next(iter(weights.renamed.items()))),
+        )
 
 
 def _one_of_several(reader: CheckpointReader, step: int, model: Any, manifest: Manifest) -> str:

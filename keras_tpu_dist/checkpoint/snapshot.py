@@ -78,10 +78,7 @@ def snapshot(
     if left and base is not None and base.source is not None:
         written["base"] = base.source
     if objects:
-        counted = [
-            [item.name, len(of_model)] for item, of_model in zip(models, beside, strict=True)
-        ]
-        training["objects"] = {**training["objects"], BESIDE: counted}
+        training["objects"] = {**training["objects"], BESIDE: _counted(models, beside)}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
     arrays: dict[str, Any] = {}
     described: list[tuple[str, Entry, str, tuple, bool]] = []
@@ -112,6 +109,11 @@ def snapshot(
         )
 
     return arrays, manifest
+
+
+def _counted(models: Sequence[Any], beside: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The names of models, and how many arrays each has beside its variables."""
+    return [[item.name, len(of_model)] for item, of_model in zip(models, beside, strict=True)]
 
 
 def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...]:
