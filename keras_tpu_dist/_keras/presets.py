@@ -55,9 +55,9 @@ def _file_of(preset: str, name: str) -> str:
         if not os.path.isfile(path):
             raise FileNotFoundError(path)
         return path
-    from keras_hub.src.utils.preset_utils import get_file
+    from keras_hub.src.utils import preset_utils
 
-    return str(get_file(preset, name))
+    return str(preset_utils.get_file(preset, name))
 
 
 def _listed(value: Any) -> list:

@@ -74,9 +74,8 @@ def snapshot(
     numbers = start_fingerprints([value for value in values if value is not None])
     parts = {part for _, entry, _ in rows for part in entry.path.split("/")}
     automatic = automatic_names(objects or [model]) & parts
-    training, written = copy.deepcopy(dict(training)), _written(model, objects)
-    if left and base is not None and base.source is not None:
-        written["base"] = base.source
+    source = base.source if left and base is not None else None
+    training, written = copy.deepcopy(dict(training)), _written(model, objects, source)
     if objects:
         training["objects"] = {**training["objects"], BESIDE: _counted(models, beside)}
     counts = dict.fromkeys((*state, BESIDE, EXTRA), 0)
@@ -162,7 +161,7 @@ def _axes(value: Any) -> tuple:
     return tuple(list(part) if isinstance(part, tuple) else part for part in sharding.spec)
 
 
-def _written(model: Any, objects: Sequence[Any]) -> dict[str, Any]:
+def _written(model: Any, objects: Sequence[Any], base: str | None) -> dict[str, Any]:
     kinds = kinds_of_optimizers(objects or [getattr(model, "optimizer", None)])
     value = next((v.value for v in model.weights), None)
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
@@ -170,6 +169,7 @@ def _written(model: Any, objects: Sequence[Any]) -> dict[str, Any]:
         "model": model.name,
         "optimizer": type(getattr(model, "optimizer", None)).__name__,
         **({"optimizers": kinds} if len(kinds) > 1 else {}),
+        **({} if base is None else {"base": base}),
         "mesh": {} if mesh is None else dict(mesh.shape),
         "processes": jax.process_count(),
         "keras_tpu_dist": __version__,

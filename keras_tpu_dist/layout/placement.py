@@ -23,7 +23,7 @@ from keras_tpu_dist.layout.rules import (
     matching,
     patterns,
 )
-from keras_tpu_dist.programs.between import Between
+from keras_tpu_dist.programs.between.sums import Between
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.banks import tokens_are_sent_to
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
-from keras_tpu_dist.programs.between import Between
+from keras_tpu_dist.programs.between.sums import Between
 from keras_tpu_dist.show.folding import relative, shapes_text, short_rows
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, text_table

@@ -26,8 +26,8 @@ from keras_tpu_dist.common.axes import Axes, axis_size, entry_names, named_shard
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
 from keras_tpu_dist.layout.scales import scaled_kernels
-from keras_tpu_dist.programs import between
 from keras_tpu_dist.programs.answers import Answer, keep
+from keras_tpu_dist.programs.between import sums as between
 from keras_tpu_dist.programs.fused import fused_in
 from keras_tpu_dist.programs.graph import Atom, graph_of
 from keras_tpu_dist.programs.partitioner import constrained, in_compiled_code, mesh_here

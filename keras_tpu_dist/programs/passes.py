@@ -41,7 +41,7 @@ from keras_tpu_dist.programs.answers import (
     keep,
     kept,
 )
-from keras_tpu_dist.programs.between import SumsByTime
+from keras_tpu_dist.programs.between.sums import SumsByTime
 from keras_tpu_dist.programs.experts.layer import ChosenExperts
 from keras_tpu_dist.programs.generation.in_place import CachesInPlace
 from keras_tpu_dist.programs.head.step import HeadInPieces

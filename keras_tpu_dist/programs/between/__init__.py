@@ -1,0 +1,1 @@
+"""Values between the blocks of a model: each device has a part of their times."""
