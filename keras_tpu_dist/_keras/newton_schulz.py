@@ -16,7 +16,7 @@ from keras_tpu_dist.common.setting import setting
 _MUON = "keras.optimizers:Muon"
 
 
-class Matrix(NamedTuple):
+class MuonMatrix(NamedTuple):
     """What the update of a kernel orthogonalises.
 
     Attributes:
@@ -37,7 +37,9 @@ _together: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
 _one: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("one", default=None)
 
 
-def newton_schulz_by(compute: Callable[[list[Matrix], Callable], list]) -> AbstractContextManager:
+def newton_schulz_by(
+    compute: Callable[[list[MuonMatrix], Callable], list],
+) -> AbstractContextManager:
     """A context in which a function computes the products of Muon, for all kernels of an update.
 
     Args:
@@ -89,15 +91,15 @@ def _update(
     stock(muon, [g for g, _ in others], [v for _, v in others], learning_rate)
 
 
-def _asked(muon: Any, kernels: list, learning_rate: Any, around: Any) -> list[Matrix]:
+def _asked(muon: Any, kernels: list, learning_rate: Any, around: Any) -> list[MuonMatrix]:
     """The matrices that updates orthogonalise; the updates themselves are forgotten."""
-    asked: list[Matrix] = []
+    asked: list[MuonMatrix] = []
     scope = keras.StatelessScope()
     scope.state_mapping.update(around.state_mapping)
     for gradient, variable in kernels:
 
         def note(x: Any, steps: int, variable: Any = variable) -> Any:
-            asked.append(Matrix(variable, x, steps))
+            asked.append(MuonMatrix(variable, x, steps))
             return x
 
         with scope, setting(_one, note):

@@ -1,14 +1,14 @@
 """Train steps in which `keras.optimizers.Muon` orthogonalises whole kernels, each on one device.
 
 Muon multiplies the update of a kernel by itself, fifteen times. As Keras writes it, the devices
-that hold a part of the kernel sum each product, and those that hold it whole compute the same.
-Here kernels of one shape are stacked, every device receives its share of whole kernels, and sends
-the results back.
+that hold parts of the kernel sum or gather in each iteration, and those that hold it whole all
+compute the same. Here kernels of one shape and layout are stacked, each device receives its share
+of whole kernels, and sends the results back.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,16 @@ from keras_tpu_dist.programs.answers import (
     WrittenProgram,
 )
 
+# What a byte on the links and a collective cost, as operations of a product that take as long: a
+# chip makes 1000 to 2000 while it sends a byte, and a collective takes some 10 us at least.
+_PER_BYTE, _PER_COLLECTIVE = 1e3, 1e9
+# The bytes of a stack, and of the whole kernels of a device, unless it is one kernel.
+_STACK_BYTES = 256 << 20
+# An iteration holds a kernel about this many times; these may take this share of the memory.
+_TIMES, _MOST_OF_MEMORY = 4, 0.1
+
 WHOLE = "{} of shape {}: each device orthogonalises {} of them whole; they are exchanged once"
-AS_WRITTEN = "{} of shape {}: every device orthogonalises its part: {}"
+AS_WRITTEN = "{} of shape {}: each device orthogonalises its part of them: {}"
 
 
 class WholeKernels:
@@ -45,9 +53,9 @@ class WholeKernels:
             return Why()
         answers: list[Answer] = []
 
-        def together(matrices: list[_keras.Matrix], iterate: Callable) -> list[Any]:
+        def together(matrices: list[_keras.MuonMatrix], iterate: Callable) -> list[Any]:
             results: dict[int, Any] = {}
-            for group in _groups(matrices, where.mesh):
+            for group in groups_of(matrices, where):
                 answers.append(group.answer())
                 results |= group.computed(iterate)
             return [results[place] for place in range(len(matrices))]
@@ -75,18 +83,13 @@ class _Part:
     """
 
     place: int
-    matrix: _keras.Matrix
+    matrix: _keras.MuonMatrix
     turned: bool
-
-    @property
-    def array(self) -> Any:
-        """The matrix as the stack has it."""
-        return _turned(self.matrix.array, self.turned)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the kernels of a stack have in common.
+    """What the kernels of a group have in common.
 
     Attributes:
         shape: Rows and columns, no more rows than columns, as Keras transposes them.
@@ -98,134 +101,200 @@ class _Kind:
     dtype: Any
     steps: int
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of a whole kernel."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def operations(self, parts: int) -> float:
+        """The operations for one kernel on a device that has one of so many parts of it."""
+        rows, columns = self.shape
+        return self.steps * 2 * rows * rows * (2 * columns / parts + rows)
+
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Kernels of one kind.
 
     Attributes:
-        free: The mesh axes that split none of them, and over which the stack is split.
+        memory: The bytes of a device's memory.
     """
 
     mesh: Mesh
     kind: _Kind
     parts: list[_Part]
-    free: tuple[str, ...]
-
-    @property
-    def each(self) -> int:
-        """How many kernels a device computes."""
-        return math.ceil(len(self.parts) / self._ways)
-
-    @property
-    def _ways(self) -> int:
-        return _size(self.mesh, [*self.free, *itertools.chain(*(self.kind.axes or ()))])
+    memory: int
 
     def trouble(self) -> str | None:
         """Why each device computes its parts."""
         if self.kind.axes is None:
-            return "their layout is not one of this mesh"
-        if len(self.parts) == 1:
-            return "no other kernel has this shape and layout"
+            return "their layout is not known"
+        if _TIMES * self.kind.bytes > _MOST_OF_MEMORY * self.memory:
+            return "a whole one takes too much memory"
+        if sum(stack.cost() for stack in self.stacks()) >= self._cost_written():
+            return "whole ones would take longer"
         return None
+
+    def stacks(self) -> list["_Stack"]:
+        """As few stacks as memory allows, of about equal size."""
+        axes = self.kind.axes or ((), ())
+        split = _size(self.mesh, itertools.chain(*axes))
+        most = min(
+            split * _STACK_BYTES // self.kind.bytes,
+            self.mesh.size * max(_STACK_BYTES // self.kind.bytes, 1),
+        )
+        count = math.ceil(len(self.parts) / max(most, 1))
+        size = math.ceil(len(self.parts) / count)
+        pieces = [self.parts[i : i + size] for i in range(0, len(self.parts), size)]
+        return [_Stack(self.mesh, self.kind, axes, piece) for piece in pieces]
+
+    def _cost_written(self) -> float:
+        """What parts cost: every iteration sums a square of the rows, or gathers split rows."""
+        rows, columns = self.kind.shape
+        of_rows, of_columns = self.kind.axes or ((), ())
+        sent = rows * columns if of_rows else 0
+        sent += 2 * rows * rows if of_columns else 0
+        sent *= self.kind.steps * self.kind.dtype.itemsize
+        collectives = (self.kind.steps + 1) * bool(sent)
+        products = self.kind.operations(_size(self.mesh, [*of_rows, *of_columns]))
+        return len(self.parts) * (products + _PER_BYTE * sent + _PER_COLLECTIVE * collectives)
 
     def answer(self) -> Answer:
         """What is computed."""
-        path = self.parts[0].matrix.variable.path
+        variable, why = self.parts[0].matrix.variable, self.trouble()
         count = "1 kernel" if len(self.parts) == 1 else f"{len(self.parts)} kernels"
-        shape, why = tuple(self.parts[0].matrix.variable.shape), self.trouble()
+        shape = tuple(variable.shape)
         if why:
-            return Answer(path, AS_WRITTEN.format(count, shape, why))
-        return Answer(path, WHOLE.format(count, shape, self.each), done=True)
+            return Answer(variable.path, AS_WRITTEN.format(count, shape, why))
+        each = sum(stack.each for stack in self.stacks())
+        return Answer(variable.path, WHOLE.format(count, shape, each), done=True)
+
+    def computed(self, iterate: Callable) -> dict[int, Any]:
+        """The results by their places.
+
+        Args:
+            iterate: What Keras computes of matrices, also of stacked ones, in so many steps.
+        """
+        if self.trouble():
+            return {p.place: iterate(p.matrix.array, p.matrix.steps) for p in self.parts}
+        results: dict[int, Any] = {}
+        for stack in self.stacks():
+            results |= stack.computed(iterate)
+        return results
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Kernels that are exchanged together."""
+
+    mesh: Mesh
+    kind: _Kind
+    axes: tuple[tuple[str, ...], ...]
+    parts: list[_Part]
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The mesh axes beside those of the kernels over which the stack is split.
+
+        As few as give a device the fewest kernels.
+        """
+        names = [n for n, size in self.mesh.shape.items() if size > 1 and n not in self._split]
+        choices = [c for n in range(len(names) + 1) for c in itertools.combinations(names, n)]
+        return min(choices, key=lambda c: (self._each(c), _size(self.mesh, c)))
+
+    @property
+    def each(self) -> int:
+        """How many kernels a device computes."""
+        return self._each(self.free)
+
+    @property
+    def _split(self) -> list[str]:
+        return list(itertools.chain(*self.axes))
+
+    def _each(self, free: Sequence[str]) -> int:
+        return math.ceil(len(self.parts) / _size(self.mesh, [*self._split, *free]))
+
+    def cost(self) -> float:
+        """How long it takes, in operations of products."""
+        exchanges, free = 2 * sum(map(bool, self.axes)), _size(self.mesh, self.free)
+        # What is split is sent twice; of what is not, every device gets all results.
+        sent = self.each * self.kind.bytes * (exchanges + (free if free > 1 else 0))
+        collectives = exchanges + (free > 1)
+        products = self.each * self.kind.operations(1)
+        return products + _PER_BYTE * sent + _PER_COLLECTIVE * collectives
 
     def computed(self, iterate: Callable) -> dict[int, Any]:
         """The results by their places."""
-        if self.trouble():
-            return {
-                part.place: iterate(part.matrix.array, self.kind.steps) for part in self.parts
-            }
-        layouts = [PartitionSpec(*(names or None for names in self.kind.axes or ()))] * len(
-            self.parts
-        )
+        layout = PartitionSpec(*(names or None for names in self.axes))
 
         def on_device(*arrays: Any) -> list[Any]:
-            return list(self._back(iterate(self._whole(arrays), self.kind.steps)))
+            return self._back(iterate(self._whole(arrays), self.kind.steps))
 
         results = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=tuple(layouts),
-            out_specs=layouts,
+            in_specs=layout,
+            out_specs=layout,
             check_vma=False,  # what is gathered is the same on all devices
-        )(*[part.array for part in self.parts])
-        return {
-            part.place: _turned(result, part.turned)
-            for part, result in zip(self.parts, results, strict=True)
-        }
+        )(*(_turned(part.matrix.array, part.turned) for part in self.parts))
+        pairs = zip(self.parts, results, strict=True)
+        return {part.place: _turned(result, part.turned) for part, result in pairs}
 
     def _whole(self, arrays: Sequence[Any]) -> Any:
-        """The whole kernels of this device, of the parts of all that it holds."""
-        missing = self.each * self._ways - len(arrays)
-        stack = jnp.pad(jnp.stack(arrays), ((0, missing), (0, 0), (0, 0)))
+        """The whole kernels of this device, from its parts of all."""
+        ways = _size(self.mesh, [*self._split, *self.free])
+        stack = jnp.stack(arrays)
+        stack = jnp.pad(stack, ((0, self.each * ways - len(arrays)), (0, 0), (0, 0)))
         if self.free:
             count = stack.shape[0] // _size(self.mesh, self.free)
             stack = lax.dynamic_slice_in_dim(stack, lax.axis_index(self.free) * count, count)
-        for dimension, names in self._split():
-            stack = lax.all_to_all(stack, names, 0, dimension, tiled=True)
+        for dimension, names in enumerate(self.axes, 1):
+            if names:
+                stack = lax.all_to_all(stack, names, 0, dimension, tiled=True)
         return stack
 
-    def _back(self, stack: Any) -> Any:
-        """The parts of all kernels that this device holds, of those that it computed."""
-        for dimension, names in reversed(list(self._split())):
-            stack = lax.all_to_all(stack, names, dimension, 0, tiled=True)
+    def _back(self, stack: Any) -> list[Any]:
+        """This device's parts of all kernels, from the whole ones that it computed."""
+        for dimension, names in reversed(list(enumerate(self.axes, 1))):
+            if names:
+                stack = lax.all_to_all(stack, names, dimension, 0, tiled=True)
         if self.free:
             stack = lax.all_gather(stack, self.free, tiled=True)
-        return stack[: len(self.parts)]
-
-    def _split(self) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The dimensions of a stack that the mesh splits, and by which axes."""
-        return ((d, names) for d, names in enumerate(self.kind.axes or (), 1) if names)
+        return list(stack[: len(self.parts)])
 
 
-def _groups(matrices: Sequence[_keras.Matrix], mesh: Mesh) -> list[_Group]:
-    """Kernels by what they have in common."""
+def groups_of(matrices: Sequence[_keras.MuonMatrix], where: PassContext) -> list[Group]:
+    """The matrices of an update by their kinds.
+
+    Args:
+        matrices: The matrices.
+        where: The devices.
+    """
     found: dict[_Kind, list[_Part]] = {}
     for place, matrix in enumerate(matrices):
-        shape, axes = tuple(matrix.array.shape), _axes_of(matrix, mesh)
-        # A square one is turned like those whose other dimension is split.
-        turned = shape[0] > shape[1] or (shape[0] == shape[1] and (axes or ()) > (axes or ())[::-1])
+        shape, axes, turned = tuple(matrix.array.shape), _axes_of(matrix, where.mesh), False
+        if axes is not None:
+            # A square one is turned like those whose other dimension is split.
+            turned = (shape[0], axes) > (shape[1], axes[::-1])
         if turned:
             shape, axes = shape[::-1], axes and axes[::-1]
         kind = _Kind(shape, axes, matrix.array.dtype, matrix.steps)
         found.setdefault(kind, []).append(_Part(place, matrix, turned))
-    return [
-        _Group(mesh, kind, parts, _free(mesh, kind.axes or (), len(parts)))
-        for kind, parts in found.items()
-    ]
+    return [Group(where.mesh, kind, parts, where.hbm_bytes) for kind, parts in found.items()]
 
 
-def _axes_of(matrix: _keras.Matrix, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    layout = _keras.variable_layout(matrix.variable)
+def _axes_of(matrix: _keras.MuonMatrix, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
+    """The mesh axes that split rows and columns; `None` if they are not known."""
+    layout, shape = _keras.variable_layout(matrix.variable), tuple(matrix.variable.shape)
     if not isinstance(layout, NamedSharding) or layout.mesh != mesh:
+        return None
+    if len(shape) != 2 or tuple(matrix.array.shape) != shape:
         return None
     entries = (*layout.spec, None, None)[:2]
     return tuple(tuple(n for n in entry_names(e) if mesh.shape[n] > 1) for e in entries)
 
 
-def _free(mesh: Mesh, axes: Sequence[Sequence[str]], count: int) -> tuple[str, ...]:
-    """The fewest of the axes that split no kernel with which a device computes fewest kernels."""
-    split = list(itertools.chain(*axes))
-    names = [name for name, size in mesh.shape.items() if size > 1 and name not in split]
-    choices = [c for n in range(len(names) + 1) for c in itertools.combinations(names, n)]
-
-    def cost(choice: tuple[str, ...]) -> tuple[int, int]:
-        ways = _size(mesh, [*split, *choice])
-        return math.ceil(count / ways), ways
-
-    return min(choices, key=cost)
-
-
-def _size(mesh: Mesh, names: Sequence[str]) -> int:
+def _size(mesh: Mesh, names: Iterable[str]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
