@@ -6,6 +6,7 @@ compute the same. Here kernels of one shape and layout are stacked, each device 
 of whole kernels, and sends the results back.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -192,20 +193,21 @@ class _Stack:
     axes: tuple[tuple[str, ...], ...]
     parts: list[_Part]
 
-    @property
+    @functools.cached_property
     def free(self) -> tuple[str, ...]:
-        """The mesh axes beside those of the kernels over which the stack is split.
-
-        As few as give a device the fewest kernels.
-        """
+        """The mesh axes beside those of the kernels over which the stack is split."""
         names = [n for n, size in self.mesh.shape.items() if size > 1 and n not in self._split]
         choices = [c for n in range(len(names) + 1) for c in itertools.combinations(names, n)]
-        return min(choices, key=lambda c: (self._each(c), _size(self.mesh, c)))
+        return min(choices, key=self._cost)
 
     @property
     def each(self) -> int:
         """How many kernels a device computes."""
         return self._each(self.free)
+
+    def cost(self) -> float:
+        """How long it takes, in operations of products."""
+        return self._cost(self.free)
 
     @property
     def _split(self) -> list[str]:
@@ -214,14 +216,16 @@ class _Stack:
     def _each(self, free: Sequence[str]) -> int:
         return math.ceil(len(self.parts) / _size(self.mesh, [*self._split, *free]))
 
-    def cost(self) -> float:
-        """How long it takes, in operations of products."""
-        exchanges, free = 2 * sum(map(bool, self.axes)), _size(self.mesh, self.free)
+    def _cost(self, free: Sequence[str]) -> float:
+        exchanges, ways, each = (
+            2 * sum(map(bool, self.axes)),
+            _size(self.mesh, free),
+            self._each(free),
+        )
         # What is split is sent twice; of what is not, every device gets all results.
-        sent = self.each * self.kind.bytes * (exchanges + (free if free > 1 else 0))
-        collectives = exchanges + (free > 1)
-        products = self.each * self.kind.operations(1)
-        return products + _PER_BYTE * sent + _PER_COLLECTIVE * collectives
+        sent = each * self.kind.bytes * (exchanges + (ways if free else 0))
+        collectives = exchanges + bool(free)
+        return each * self.kind.operations(1) + _PER_BYTE * sent + _PER_COLLECTIVE * collectives
 
     def computed(self, iterate: Callable) -> dict[int, Any]:
         """The results by their places."""

@@ -199,3 +199,12 @@ def test_eager_steps_stay_as_written(monkeypatch):
     strategy = ktd.TPUStrategy({"data": 8})
     model, *_ = trained(strategy, run_eagerly=True, rows=5)
     assert not kept(model, "muon")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_the_tpus_program_equals_one_device():
+    mesh, layout = {"fsdp": 2, "model": 2}, PLANS["both"][1][:1]
+    strategy = ktd.TPUStrategy(mesh, layout, topology="v5e:2x2")
+    found = ktd.verify(lambda: mlp(stock(ns_steps=2), blocks=1), strategy, batch_size=13)
+    assert found.equal, str(found)
