@@ -21,11 +21,13 @@ class MuonMatrix(NamedTuple):
 
     Attributes:
         variable: The kernel.
+        momentum: Its slot, which may be split otherwise.
         array: The matrix.
         steps: The number of iterations.
     """
 
     variable: Any
+    momentum: Any
     array: Any
     steps: int
 
@@ -55,17 +57,10 @@ def muons_in(optimizer: Any) -> list[Any]:
     return [one for one in found if isinstance(one, keras.optimizers.Muon)]
 
 
-def muon_kernels(muon: Any, variables: Sequence[Any] | None = None) -> list[Any]:
-    """The variables of a Muon that it orthogonalises: those that have no second moment.
-
-    Args:
-        muon: The optimizer.
-        variables: Variables among its own; by default, all.
-    """
-    if not muon.built:
-        return []
-    variables = muon._trainable_variables if variables is None else variables
-    return [v for v in variables if muon.adam_velocities[muon._get_variable_index(v)] is None]
+def _kernels(muon: Any, variables: Sequence) -> set[int]:
+    """The ids of the variables that a Muon orthogonalises: those that have no second moment."""
+    places = ((v, muon._get_variable_index(v)) for v in variables)
+    return {id(v) for v, place in places if muon.adam_velocities[place] is None}
 
 
 def _update(
@@ -76,7 +71,7 @@ def _update(
         stock(muon, grads, trainable_variables, learning_rate)
         return
     every = list(zip(grads, trainable_variables, strict=True))
-    chosen = set(map(id, muon_kernels(muon, trainable_variables)))
+    chosen = _kernels(muon, trainable_variables)
     kernels = [(gradient, v) for gradient, v in every if id(v) in chosen]
     others = [(gradient, v) for gradient, v in every if id(v) not in chosen]
     asked = _asked(muon, kernels, learning_rate, around)
@@ -99,7 +94,8 @@ def _asked(muon: Any, kernels: list, learning_rate: Any, around: Any) -> list[Mu
     for gradient, variable in kernels:
 
         def note(x: Any, steps: int, variable: Any = variable) -> Any:
-            asked.append(MuonMatrix(variable, x, steps))
+            momentum = muon.momentums[muon._get_variable_index(variable)]
+            asked.append(MuonMatrix(variable, momentum, x, steps))
             return x
 
         with scope, setting(_one, note):

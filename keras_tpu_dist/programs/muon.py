@@ -289,7 +289,7 @@ def groups_of(matrices: Sequence[_keras.MuonMatrix], where: PassContext) -> list
 
 def _axes_of(matrix: _keras.MuonMatrix, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
     """The mesh axes that split rows and columns; `None` if they are not known."""
-    layout, shape = _keras.variable_layout(matrix.variable), tuple(matrix.variable.shape)
+    layout, shape = _keras.variable_layout(matrix.momentum), tuple(matrix.variable.shape)
     if not isinstance(layout, NamedSharding) or layout.mesh != mesh:
         return None
     if len(shape) != 2 or tuple(matrix.array.shape) != shape:

@@ -113,11 +113,11 @@ def lines(model):
     return {path: str(answer.words) for path, answer in kept(model, "muon").items() if answer.done}
 
 
-def check(plan, optimizer="muon", **options):
+def check(plan, optimizer="muon", split_slots=False, **options):
     """Trains in float64, as Muon amplifies rounding; three batches, the last with three rows."""
     with in_float64():
         _, start, expected = trained(None, optimizer, **options)
-        strategy = ktd.TPUStrategy(*PLANS[plan])
+        strategy = ktd.TPUStrategy(*PLANS[plan], shard_optimizer=split_slots)
         model, _, found = trained(strategy, optimizer, start=start, **options)
     assert_close(found, expected, CLOSE)
     assert lines(model)
@@ -133,6 +133,7 @@ def test_training_equals_one_device():
 
 SLOW = [(plan, name, {}) for plan in ("data", "fsdp", "auto", "both") for name in ("muon",)]
 SLOW += [("both", name, {"steps_per_execution": 4}) for name in OPTIMIZERS if name != "muon"]
+SLOW += [("data", "muon", {"split_slots": True, "steps_per_execution": 4})]
 SLOW += [("fsdp", "accumulated", {}), ("data", "several", {"steps_per_execution": 4})]
 SLOW += [(plan, "muon", {"build": with_lora}) for plan in ("fsdp", "model")]
 SLOW += [("fsdp", "muon", {"build": scanned, "steps_per_execution": 4})]
@@ -166,7 +167,7 @@ def test_every_kernel_comes_back_in_its_place(axes, count, monkeypatch):
 
     def together(arrays):
         pairs = zip(kernels, arrays, strict=True)
-        matrices = [_keras.MuonMatrix(kernel, array, 5) for kernel, array in pairs]
+        matrices = [_keras.MuonMatrix(kernel, kernel, array, 5) for kernel, array in pairs]
         (group,) = muon.groups_of(matrices, PassContext(None, "train", mesh, (), 16 << 30))
         results = {}
         for stack in group.stacks():
