@@ -29,9 +29,11 @@ from keras_tpu_dist.programs.answers import (
     WrittenProgram,
 )
 
-# What a byte on the links and a collective cost, as operations of a product that take as long: a
-# chip makes 1000 to 2000 while it sends a byte, and a collective takes some 10 us at least.
-_PER_BYTE, _PER_COLLECTIVE = 1e3, 1e9
+# What a byte on the links, a collective and an operation on whole kernels cost, in operations on
+# parts that take as long. Whole kernels are also stacked, turned and copied. From the compiler's
+# estimates for v5e (`python benchmarks/muon.py`): with four kernels of 1024 x 4096 on eight devices,
+# whole ones take 1.3 times as long under "fsdp" by quick cycles, and about as long by half of them.
+_PER_BYTE, _PER_COLLECTIVE, _PER_WHOLE = 1e3, 2e8, 1.6
 # The bytes of a stack, and of the whole kernels of a device, unless it is one kernel.
 _STACK_BYTES = 256 << 20
 # An iteration holds a kernel about this many times; these may take this share of the memory.
@@ -154,7 +156,7 @@ class Group:
         rows, columns = self.kind.shape
         of_rows, of_columns = self.kind.axes or ((), ())
         sent = rows * columns if of_rows else 0
-        sent += 2 * rows * rows if of_columns else 0
+        sent += rows * rows if of_columns else 0
         sent *= self.kind.steps * self.kind.dtype.itemsize
         collectives = (self.kind.steps + 1) * bool(sent)
         products = self.kind.operations(_size(self.mesh, [*of_rows, *of_columns]))
@@ -225,7 +227,8 @@ class _Stack:
         # What is split is sent twice; of what is not, every device gets all results.
         sent = each * self.kind.bytes * (exchanges + (ways if free else 0))
         collectives = exchanges + bool(free)
-        return each * self.kind.operations(1) + _PER_BYTE * sent + _PER_COLLECTIVE * collectives
+        products = _PER_WHOLE * each * self.kind.operations(1)
+        return products + _PER_BYTE * sent + _PER_COLLECTIVE * collectives
 
     def computed(self, iterate: Callable) -> dict[int, Any]:
         """The results by their places."""

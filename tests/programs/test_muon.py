@@ -26,8 +26,8 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def _small_kernels_too(monkeypatch):
-    monkeypatch.setattr(muon, "_PER_BYTE", 0.0)
-    monkeypatch.setattr(muon, "_PER_COLLECTIVE", 0.0)
+    for cost, of_any in {"_PER_BYTE": 0.0, "_PER_COLLECTIVE": 0.0, "_PER_WHOLE": 1e-3}.items():
+        monkeypatch.setattr(muon, cost, of_any)
 
 
 def mlp(optimizer, blocks=2, frozen="down_1", **options):
@@ -186,6 +186,28 @@ def test_what_is_not_worth_it_stays_as_written(monkeypatch):
     assert not any(answer.done for answer in answers)
     text = " ".join(str(strategy.explain(model)).split())
     assert "whole ones would take longer" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "count", "whole"),
+    [
+        ({"fsdp": 8}, ((), ("fsdp",)), 4, False),
+        ({"fsdp": 8}, ((), ("fsdp",)), 8, True),
+        ({"data": 4, "model": 2}, ((), ("model",)), 4, True),
+        ({"data": 8}, ((), ()), 1, False),
+        ({"data": 8}, ((), ()), 8, True),
+    ],
+)
+def test_kernels_are_whole_if_that_is_faster(mesh, axes, count, whole, monkeypatch):
+    monkeypatch.undo()
+    kernel = keras.Variable(np.zeros((1, 1)), name="kernel")
+    array = jax.ShapeDtypeStruct((1024, 4096), "float32")
+    part = muon._Part(0, _keras.MuonMatrix(kernel, kernel, array, 5), False)
+    kind = muon._Kind(array.shape, axes, array.dtype, 5)
+    group = muon.Group(ktd.TPUStrategy(mesh).mesh, kind, [part] * count, 16 << 30)
+    assert (group.trouble() is None) is whole
+    small = muon.Group(group.mesh, kind, group.parts, 256 << 20)
+    assert small.trouble() == "a whole one takes too much memory"
 
 
 def test_before_the_first_step_and_without_muon():
