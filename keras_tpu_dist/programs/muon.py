@@ -30,9 +30,9 @@ from keras_tpu_dist.programs.answers import (
 )
 
 # What a byte on the links, a collective and an operation on whole kernels cost, in operations on
-# parts that take as long. Whole kernels are also stacked, turned and copied. From the compiler's
-# estimates for v5e (`python benchmarks/muon.py`): with four kernels of 1024 x 4096 on eight devices,
-# whole ones take 1.3 times as long under "fsdp" by quick cycles, and about as long by half of them.
+# parts that take as long. Whole kernels are also stacked, turned and copied. They fit the
+# compiler's estimates for v5e (`python benchmarks/muon.py`), where four kernels of (1024, 4096) on
+# eight devices take as long whole as split by "fsdp".
 _PER_BYTE, _PER_COLLECTIVE, _PER_WHOLE = 1e3, 2e8, 1.6
 # The bytes of a stack, and of the whole kernels of a device, unless it is one kernel.
 _STACK_BYTES = 256 << 20

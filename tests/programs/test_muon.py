@@ -217,6 +217,7 @@ def test_before_the_first_step_and_without_muon():
     assert "muon" not in str(strategy.explain(built(lambda: mlp("adam"), strategy)))
 
 
+@pytest.mark.slow
 def test_eager_steps_stay_as_written(monkeypatch):
     monkeypatch.setattr(muon.Group, "computed", None)
     strategy = ktd.TPUStrategy({"data": 8})
