@@ -42,7 +42,8 @@ def mlp(optimizer, blocks=2, frozen="down_1", **options):
 
 
 def stock(**options):
-    return keras.optimizers.Muon(0.01, **{"exclude_layers": ["head"], "ns_steps": 3, **options})
+    given = {"learning_rate": 0.01, "exclude_layers": ["head"], "ns_steps": 3, **options}
+    return keras.optimizers.Muon(**given)
 
 
 def several():
