@@ -117,6 +117,9 @@ from keras_tpu_dist._keras.marks import LayerMark as LayerMark
 from keras_tpu_dist._keras.marks import Mark as Mark
 from keras_tpu_dist._keras.marks import copy_marks as copy_marks
 from keras_tpu_dist._keras.moving import move_variables as move_variables
+from keras_tpu_dist._keras.newton_schulz import MuonMatrix as MuonMatrix
+from keras_tpu_dist._keras.newton_schulz import muons_in as muons_in
+from keras_tpu_dist._keras.newton_schulz import newton_schulz_by as newton_schulz_by
 from keras_tpu_dist._keras.pairing import Pairs as Pairs
 from keras_tpu_dist._keras.pairing import paired as paired
 from keras_tpu_dist._keras.pairing import paired_layers as paired_layers

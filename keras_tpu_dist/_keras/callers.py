@@ -20,6 +20,7 @@ _LEFT_OUT = {"applications", "numpy", "openvino", "tensorflow", "torch"}
 # name of `_get_distributed_iterator`.
 CALLERS: dict[str, str] = {
     "_backend_apply_gradients": "apply",
+    "_backend_update_step": "_backend_apply_gradients _backend_update_step",
     "_compute_attention": "call",
     "_distribute_data": (
         "_distributed_iterator _get_distributed_iterator _one_batch_ahead_iterator data"
@@ -82,6 +83,7 @@ CALLERS: dict[str, str] = {
     "stateless_call": "compute_loss_and_updates predict_step",
     "test_on_batch": "",
     "train_on_batch": "",
+    "zeropower_via_newtonschulz5": "_muon_update_step",
 }
 
 

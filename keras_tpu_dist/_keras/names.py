@@ -348,6 +348,12 @@ ATTRIBUTES = (
         "an optimizer that separates accumulation from its update",
     ),
     *_each(
+        "keras.optimizers:Muon",
+        "adam_velocities momentums",
+        "which variables Muon orthogonalises",
+        "an optimizer that says it",
+    ),
+    *_each(
         "keras.src.utils.tracking:Tracker",
         "stored_ids config",
         "copies of optimizers and metrics, with all that was set on them",

@@ -46,6 +46,7 @@ from keras_tpu_dist.programs.experts.layer import ChosenExperts
 from keras_tpu_dist.programs.generation.in_place import CachesInPlace
 from keras_tpu_dist.programs.head.step import HeadInPieces
 from keras_tpu_dist.programs.low_rank import LowRankFactors
+from keras_tpu_dist.programs.muon import WholeKernels
 from keras_tpu_dist.programs.partitioner import in_compiled_code
 from keras_tpu_dist.programs.sums.launch import SumsOnDevices
 from keras_tpu_dist.programs.tables.step import TablesByRows
@@ -150,6 +151,7 @@ PASSES: tuple[Pass, ...] = (
     # A step.
     TablesByRows(),
     HeadInPieces(),
+    WholeKernels(),
     # A layer's call.
     Elsewhere("scan", _LAYER, "memory.scan_blocks", _SCANNED),
     Elsewhere("assign", _LAYER, "logical.assign", _ASSIGNED),
