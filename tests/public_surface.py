@@ -180,6 +180,7 @@ ROWS: dict[str, Row] = {
             "strict": FLAG,
             "exclude": PATTERNS,
             "rename": (None, 3, True, "ab", ("a", "b"), [("a", 1)], [("(", "b")], {"a": None}),
+            "base": PATH[1:],
         },
     ),
     "checkpoints": Row(
@@ -190,7 +191,13 @@ ROWS: dict[str, Row] = {
     "LoopCheckpoint": Row(
         lambda directory, **k: ktd.LoopCheckpoint(directory, made(), **k).close(),
         lambda: {"directory": directory()},
-        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG},
+        {
+            "directory": PATH,
+            "keep": COUNT_OR_NONE,
+            "asynchronous": FLAG,
+            "only": word("trainde"),
+            "base": PATH[1:],
+        },
     ),
     "LoopCheckpoint.save": Row(
         lambda **k: loop_checkpoint().save(**k), lambda: {"step": 1}, {"step": INDEX}
@@ -279,6 +286,7 @@ ROWS: dict[str, Row] = {
             "kind": (None, *word("fsdq")),
             "min_size": ("", "3", True, -1, NAN, []),
             "memory_bytes": COUNT_OR_NONE,
+            "between_blocks": (None, *word("spilt")),
         },
     ),
     "Topology.parse": Row(
@@ -402,6 +410,8 @@ ROWS: dict[str, Row] = {
         lambda: {"directory": "/tmp/none"},
         {
             "directory": PATH,
+            "only": word("trainde"),
+            "base": PATH[1:],
             "every_steps": COUNT_OR_NONE,
             "every_minutes": SECONDS_OR_NONE,
             "every_epochs": COUNT_OR_NONE,

@@ -67,7 +67,7 @@ MAY_SET = {
     ("_keras/building.py", "setattr(keras.Variable, name, own)"): "a class's own names",
     (
         "_keras/calls.py",
-        "setattr(kind, name, _routed(stock, name, {**wrappers, place: around}))",
+        "setattr(kind, method_name, _routed(stock, method_name, {**wrappers, place: around}))",
     ): "a word of the caller",
     ("_keras/trainer.py", "setattr(model, f'{kind}_function', None)"): "one of GROUPS",
     ("_keras/marks.py", "object.__setattr__(target, self.attribute, value)"): "the mark's own",

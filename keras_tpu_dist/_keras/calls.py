@@ -316,11 +316,11 @@ def route_calls(kind: type, name: str, around: Callable[..., Any], *methods: str
         *methods: Names of methods; by default those in which a layer computes.
     """
     place = _places[name]
-    for each in methods or ("call", "quantized_call"):
-        method = getattr(kind, each, None)
+    for method_name in methods or ("call", "quantized_call"):
+        method = getattr(kind, method_name, None)
         stock, wrappers = getattr(method, _ROUTED, (method, {}))
         if stock is not None and place not in wrappers:
-            setattr(kind, each, _routed(stock, each, {**wrappers, place: around}))
+            setattr(kind, method_name, _routed(stock, method_name, {**wrappers, place: around}))
 
 
 def _routed(stock: Callable[..., Any], name: str, wrappers: dict[int, Callable]) -> Callable:

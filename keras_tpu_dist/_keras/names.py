@@ -349,7 +349,7 @@ ATTRIBUTES = (
     ),
     *_each(
         "keras.optimizers:Muon",
-        "adam_velocities momentums",
+        "adam_velocities momentums _muon_update_step",
         "which variables Muon orthogonalises",
         "an optimizer that says it",
     ),

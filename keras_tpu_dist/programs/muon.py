@@ -116,7 +116,7 @@ class _Kind:
 
 
 @dataclass(frozen=True)
-class Group:
+class KernelGroup:
     """Kernels of one kind.
 
     Attributes:
@@ -270,7 +270,7 @@ class _Stack:
         return list(stack[: len(self.parts)])
 
 
-def groups_of(matrices: Sequence[_keras.MuonMatrix], where: PassContext) -> list[Group]:
+def groups_of(matrices: Sequence[_keras.MuonMatrix], where: PassContext) -> list[KernelGroup]:
     """The matrices of an update by their kinds.
 
     Args:
@@ -287,7 +287,7 @@ def groups_of(matrices: Sequence[_keras.MuonMatrix], where: PassContext) -> list
             shape, axes = shape[::-1], axes and axes[::-1]
         kind = _Kind(shape, axes, matrix.array.dtype, matrix.steps)
         found.setdefault(kind, []).append(_Part(place, matrix, turned))
-    return [Group(where.mesh, kind, parts, where.hbm_bytes) for kind, parts in found.items()]
+    return [KernelGroup(where.mesh, kind, parts, where.hbm_bytes) for kind, parts in found.items()]
 
 
 def _axes_of(matrix: _keras.MuonMatrix, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:

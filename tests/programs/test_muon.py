@@ -205,9 +205,9 @@ def test_kernels_are_whole_if_that_is_faster(mesh, axes, count, whole, monkeypat
     array = jax.ShapeDtypeStruct((1024, 4096), "float32")
     part = muon._Part(0, _keras.MuonMatrix(kernel, kernel, array, 5), False)
     kind = muon._Kind(array.shape, axes, array.dtype, 5)
-    group = muon.Group(ktd.TPUStrategy(mesh).mesh, kind, [part] * count, 16 << 30)
+    group = muon.KernelGroup(ktd.TPUStrategy(mesh).mesh, kind, [part] * count, 16 << 30)
     assert (group.trouble() is None) is whole
-    small = muon.Group(group.mesh, kind, group.parts, 256 << 20)
+    small = muon.KernelGroup(group.mesh, kind, group.parts, 256 << 20)
     assert small.trouble() == "a whole one takes too much memory"
 
 
@@ -220,7 +220,7 @@ def test_before_the_first_step_and_without_muon():
 
 @pytest.mark.slow
 def test_eager_steps_stay_as_written(monkeypatch):
-    monkeypatch.setattr(muon.Group, "computed", None)
+    monkeypatch.setattr(muon.KernelGroup, "computed", None)
     strategy = ktd.TPUStrategy({"data": 8})
     model, *_ = trained(strategy, run_eagerly=True, rows=5)
     assert not kept(model, "muon")
