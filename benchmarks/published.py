@@ -307,7 +307,10 @@ class Row:
 
     def strategy(self):
         """The strategy, on the slice."""
-        plan = "auto" if "model" in self.mesh else "fsdp" if "fsdp" in self.mesh else None
+        plan: Any = "fsdp" if "fsdp" in self.mesh else None
+        if "model" in self.mesh:
+            # MaxText splits activations between blocks, too.
+            plan = ktd.Planner("auto", between_blocks="auto")
         # Their programs computed all logits at once; where they did not, the row says so.
         return ktd.TPUStrategy(
             dict(self.mesh), plan, topology=self.slice, remat=self.remat, head="whole"

@@ -20,7 +20,7 @@ _LEFT_OUT = {"applications", "numpy", "openvino", "tensorflow", "torch"}
 # name of `_get_distributed_iterator`.
 CALLERS: dict[str, str] = {
     "_backend_apply_gradients": "apply",
-    "_backend_update_step": "_backend_apply_gradients _backend_update_step",
+    "_backend_update_step": "_backend_apply_gradients _backend_update_step _update_step_fn",
     "_compute_attention": "call",
     "_distribute_data": (
         "_distributed_iterator _get_distributed_iterator _one_batch_ahead_iterator data"

@@ -197,7 +197,7 @@ class Planner:
     kind: Annotated[str, one_of(*PLANS)]
     min_size: NaturalInt = MIN_SIZE
     memory_bytes: PositiveInt | None = None
-    between_blocks: Annotated[str, one_of("auto", "split", "whole")] = "auto"
+    between_blocks: Annotated[str, one_of("auto", "split", "whole")] = "whole"
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
         """Raises a `ValueError` if the mesh has no axis that this plan could split over.

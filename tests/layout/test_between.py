@@ -80,6 +80,21 @@ def with_lora():
     return model
 
 
+def with_lora_by_heads():
+    """Products whose gradients are sums over rows, times and heads."""
+    x = keras.Input((6, 64))
+    by_heads = {"output_shape": (None, 4, 16), "bias_axes": "nh", "name": "one"}
+    y = L.EinsumDense("btd,dnh->btnh", **by_heads)(x)
+    y = L.EinsumDense("btnh,nhd->btd", output_shape=(None, 64), name="two")(y)
+    model = keras.Model(x, L.Dense(1)(y))
+    for name in ("one", "two"):
+        layer = model.get_layer(name)
+        layer.enable_lora(4)
+        factor = np.random.default_rng(0).normal(size=layer.lora_kernel_b.shape)
+        layer.lora_kernel_b.assign(factor * 0.1)
+    return model
+
+
 def mixing():
     """Values between blocks that other times are mixed with."""
     x = start = keras.Input((8, 16))
@@ -95,6 +110,7 @@ FEATURES = {
     "few heads of keys": (lambda: transformer(num_key_value_heads=1), {}, {}),
     "four steps a launch": (transformer, {"steps_per_execution": 4}, {}),
     "LoRA": (with_lora, {}, {}),
+    "LoRA by heads": (with_lora_by_heads, {}, {}),
     "recomputed": (transformer, {}, {"remat": "full"}),
     "head in pieces": (transformer, {}, {"head": "pieces"}),
     "split slots": (transformer, {}, {"shard_optimizer": True}),

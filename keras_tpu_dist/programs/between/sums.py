@@ -161,14 +161,17 @@ class _Call:
         """Why a value is not split along time; `""` if it is."""
         if len(value.shape) != _RANK or not jnp.issubdtype(value.aval.dtype, jnp.floating):
             return f"{value.aval.dtype}{list(value.shape)} is not (batch, time, features) of floats"
-        ways = math.prod(self.mesh.shape[name] for name in self._split[_TIME])
-        if value.shape[_TIME] % ways:
-            return f"a time of {value.shape[_TIME]} is not divisible by {ways}"
+        if value.shape[_TIME] % self._ways:
+            return f"a time of {value.shape[_TIME]} is not divisible by {self._ways}"
         rows = math.prod(self.mesh.shape[name] for name in self.data_axes)
         size = math.prod(value.shape) * value.aval.dtype.itemsize // rows
         if not self.between.always and size < _SMALLEST_BYTES:
             return f"{size} bytes a device are below {_SMALLEST_BYTES}"
         return ""
+
+    @property
+    def _ways(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self._split[_TIME])
 
     @property
     def _whole(self) -> dict[int, tuple[str, ...]]:
@@ -184,14 +187,30 @@ class _Call:
         """Computes a product after its inputs are gathered, `None` if it has no such inputs."""
         matrices = [n for n in kernels if len(operation.operands[n].shape) > 1]
         gathered = [n for n in inputs if not self._why_whole(operation.operands[n])]
-        if not matrices or not gathered or not _is_product(operation):
+        times = {operation.operands[n].shape[_TIME] for n in inputs if self._has_time(operation, n)}
+        if not matrices or not times or not _is_product(operation):
             return None
 
         def compute(arrays: list[Any]) -> list[Any]:
             whole = [self._gather(a) if n in gathered else a for n, a in enumerate(arrays)]
-            return operation.run(whole)
+            return [self._all_times(result, times) for result in operation.run(whole)]
 
         return compute
+
+    def _has_time(self, operation: Equation, number: int) -> bool:
+        shape = operation.operands[number].shape
+        return len(shape) >= _RANK and not shape[_TIME] % self._ways
+
+    def _all_times(self, result: Any, times: set[int]) -> Any:
+        """What a kernel computes, with all times on every device, and so is its gradient.
+
+        Of a gradient that is split along time, XLA's partitioner computes that of a kernel wrongly
+        if the other operand is split along another dimension that is summed over: it leaves out the
+        sum over the axes of the batch.
+        """
+        if result.ndim < _RANK or result.shape[_TIME] not in times:
+            return result
+        return constrained(result, self.mesh, {_TIME: entry_names(self.between.time)})
 
     def _split_after(self, operation: Equation) -> _Compute:
         """Computes a sum, and splits it."""
