@@ -10,6 +10,7 @@ RATIOS: tuple[tuple[str, str, str, str, float, int], ...] = (
     ("v5e", "train", "compute", "exact", 1.057, 15831666688),
     ("v5e", "train", "compute", "exact", 0.973, 31663333376),
     ("v5e", "train", "compute", "exact", 1.06, 62802370560),
+    ("v5p", "train", "compute", "exact", 0.985, 31663333376),
     ("v4", "train", "compute", "exact", 1.135, 22137083904),
     ("v4", "train", "compute", "exact", 1.145, 52326838272),
     ("v6e", "train", "compute", "exact", 0.911, 8030261248),

@@ -83,9 +83,9 @@ def with_lora():
 def with_lora_by_heads():
     """Products whose gradients are sums over rows, times and heads."""
     x = keras.Input((6, 64))
-    by_heads = {"output_shape": (None, 4, 16), "bias_axes": "nh", "name": "one"}
+    by_heads = {"output_shape": (6, 4, 16), "bias_axes": "nh", "name": "one"}
     y = L.EinsumDense("btd,dnh->btnh", **by_heads)(x)
-    y = L.EinsumDense("btnh,nhd->btd", output_shape=(None, 64), name="two")(y)
+    y = L.EinsumDense("btnh,nhd->btd", output_shape=(6, 64), name="two")(y)
     model = keras.Model(x, L.Dense(1)(y))
     for name in ("one", "two"):
         layer = model.get_layer(name)
