@@ -95,8 +95,10 @@ def _asked(muon: Any, kernels: list, learning_rate: Any, around: Any) -> list[Mu
 
         def note(x: Any, steps: int, variable: Any = variable) -> Any:
             momentum = muon.momentums[muon._get_variable_index(variable)]
-            asked.append(MuonMatrix(variable, momentum, x, steps))
-            return x
+            # Without Nesterov's momentum it is the variable of the momentum itself.
+            array = keras.ops.convert_to_tensor(x)
+            asked.append(MuonMatrix(variable, momentum, array, steps))
+            return array
 
         with scope, setting(_one, note):
             muon.update_step(gradient, variable, learning_rate)
