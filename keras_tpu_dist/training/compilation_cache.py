@@ -18,7 +18,7 @@ _MOST_BYTES = 4 * 2**30
 _FIX = 'Write for example compilation_cache="/tmp/programs", True for the default, False for none.'
 # Others who may write to a folder could have this process run what they compiled.
 _OTHERS_WRITE = 0o022
-# Whether nobody named the folder that is in use.
+# Whether the folder in use is the default one.
 _by_default: list[bool] = [False]
 
 
@@ -64,7 +64,7 @@ def use_cache(given: bool | str | None, platform: str, processes: int) -> None:
 
 
 def cache_beside(checkpoints: str) -> None:
-    """Moves a cache that nobody named to a bucket that has the checkpoints of the run.
+    """Moves the default cache to a bucket that has the checkpoints of the run.
 
     A machine that is replaced loses its disk. A folder on a disk is left alone: what is beside
     checkpoints in it may be a download, and a program from there would be a stranger's.
@@ -111,7 +111,7 @@ def _opened(folder: str) -> Any:
 
 
 def _default_folder() -> str | None:
-    """The folder in this user's cache, if it is nobody else's; else `None`, with a warning."""
+    """The folder in this user's cache, or `None`, with a warning, if others may write to it."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(caches, "keras_tpu_dist", "compiled")
     if not folder.is_absolute():
