@@ -211,7 +211,7 @@ def wide():
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_an_all_reduce_becomes_two_halves_with_as_many_bytes():
-    sent, kinds, memory = {}, {}, {}
+    sent, kinds = {}, {}
     for choice in ("whole", "auto"):
         planner = Planner("tensor_parallel", between_blocks=choice)
         strategy = ktd.TPUStrategy({"data": 2, "model": 4}, planner, topology="v5e:2x4")
@@ -219,10 +219,8 @@ def test_an_all_reduce_becomes_two_halves_with_as_many_bytes():
         over_model = [c for c in run.cost.collectives if "model" in c.axes and c.bytes > 1e6]
         kinds[choice] = {c.kind for c in over_model}
         sent[choice] = sum(c.sent_bytes * c.times for c in over_model)
-        memory[choice] = run.memory["temporaries"]
     assert kinds == {"whole": {"all-reduce"}, "auto": {"all-gather", "reduce-scatter"}}
     assert sent["auto"] <= 1.01 * sent["whole"]
-    assert memory["auto"] < memory["whole"]
 
 
 @pytest.mark.slow
