@@ -258,9 +258,9 @@ def test_a_jax_without_the_name_caches_by_itself(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_start_compiles_nothing(processes, tmp_path):
     first, second = (benchmark.started([], str(tmp_path), processes) for _ in range(2))
-    assert all(counts["asked"] > 2 for counts in second)
-    assert [counts for counts in second if counts["steps"]] == []
+    assert all(counts["asked"] >= 2 for counts in second)
+    # The key of process 1 is another one where devices are simulated, and JAX has process 0 write.
+    of_first = [counts for counts in second if counts["process"] == 0]
+    assert [counts for counts in of_first if counts["steps"] or counts["compiled"]] == []
     assert all(counts["steps"] for counts in first)
-    # What others than process 0 compile for their own devices is never written by JAX.
-    assert [c for c in second if c["compiled"] and c["process"] == 0] == []
     assert {counts["process"] for counts in second} == set(range(processes))
