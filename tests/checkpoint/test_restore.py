@@ -242,7 +242,7 @@ def test_damage_is_found_or_harmless():
 
 @pytest.mark.slow
 def test_a_newer_version_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_tpu_dist.checkpoint.manifest.VERSION", 99)
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.manifest._WITHOUT_BASE", 99)
     trained("data", tmp_path)
     monkeypatch.undo()
     with pytest.raises(ktd.CheckpointError, match="written by a newer keras_tpu_dist"):
@@ -259,7 +259,7 @@ def test_a_directory_that_is_a_file(tmp_path):
 @pytest.mark.slow
 def test_a_state_of_several_groups(tmp_path, monkeypatch):
     one = trained("tensor", tmp_path)
-    module = importlib.import_module("keras_tpu_dist.checkpoint.restore")
+    module = importlib.import_module("keras_tpu_dist.checkpoint.restored")
     monkeypatch.setattr(module, "_AT_ONCE_BYTES", 1000)
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     other = made("fsdp")
