@@ -226,21 +226,17 @@ class _Call:
 
     def _gather(self, array: Any) -> Any:
         """An array with all times on every device; its gradient is split."""
-        split, whole = self._split, self._whole
-
-        def gathered(array: Any) -> Any:
-            return constrained(constrained(array, self.mesh, split), self.mesh, whole)
-
-        return _with_gradient(gathered, lambda g: constrained(g, self.mesh, split))(array)
+        return _with_gradient(self._gathered, self._parts)(array)
 
     def _scatter(self, array: Any) -> Any:
         """An array with a part of the times on every device; its gradient is gathered, once."""
-        split, whole = self._split, self._whole
+        return _with_gradient(self._parts, self._gathered)(array)
 
-        def gathered(gradient: Any) -> Any:
-            return constrained(constrained(gradient, self.mesh, split), self.mesh, whole)
+    def _parts(self, array: Any) -> Any:
+        return constrained(array, self.mesh, self._split)
 
-        return _with_gradient(lambda a: constrained(a, self.mesh, split), gathered)(array)
+    def _gathered(self, array: Any) -> Any:
+        return constrained(self._parts(array), self.mesh, self._whole)
 
 
 def _with_gradient(function: _Layout, gradient: _Layout) -> _Layout:
