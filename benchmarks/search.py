@@ -239,7 +239,7 @@ class Measured:
         return _forecasts(self.build, self.topology, self.rows, Inputs(), among)[1]
 
     def compiled(self, tried, effort="quick"):
-        lowered = lowered_step(self.build, self.topology, Inputs(), self.cache, None, tried)
+        lowered = lowered_step(self.build, self.topology, Inputs(), self.cache, tried)
         failed = isinstance(lowered, type(tried))
         return lowered if failed else compiled_step(How(effort, cache=self.cache), tried, lowered)
 

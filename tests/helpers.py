@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.layout.planner import Planner
 
 TOLERANCE = 1e-5
 
@@ -83,6 +84,16 @@ def in_launches(n, make=mlp, optimizer=lambda: "adam", **options):
         return compiled(make(), optimizer(), loss, steps_per_execution=n, **options)
 
     return build
+
+
+def layout_named(word):
+    """The layout of a strategy that tests name by a word.
+
+    "none" is no layout, "split_between" a plan whose values between blocks are always split.
+    """
+    if word == "split_between":
+        return Planner("tensor_parallel", between_blocks="split")
+    return None if word == "none" else word
 
 
 def scoped(strategy):

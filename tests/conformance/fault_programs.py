@@ -180,6 +180,31 @@ def _reduction(number: int) -> Case:
     return Case(of_rows, (np.arange(2 * number, dtype=np.float32),), (_ROWS,), {"data": number})
 
 
+def _sums(number: int) -> Case:
+    data = number // 2
+
+    def summed(mesh):
+        def split(x, *axes):
+            return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+        def of(x, y):
+            one, other = split(x, "data", "model"), split(y, "data", None, "model")
+            return jnp.einsum("bthd,bthr->dr", one, other)
+
+        return of
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.random((2 * data, 2, 2, 3), np.float32) for _ in range(2))
+    return Case(
+        summed,
+        (x, y),
+        (_ROWS, _ROWS),
+        {"data": data, "model": 2},
+        expected=lambda x, y: jnp.einsum("bthd,bthr->dr", x, y),
+        result=PartitionSpec(),
+    )
+
+
 def _branch(number: int) -> Case:
     data = number // 2
     ragged = 3 * data - 2
@@ -231,5 +256,6 @@ CASES: dict[str, Callable[[int], Case]] = {
     "Slice at a place beyond the end": _slice,
     "Windows and steps along a split dimension": _windows,
     "Reductions by a function": _reduction,
+    "Sums over dimensions that are split differently": _sums,
     "Rows exchanged in a branch": _branch,
 }

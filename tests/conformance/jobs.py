@@ -19,6 +19,7 @@ import numpy as np
 import operations
 import pairs
 import replicas
+from helpers import layout_named
 from precision import in_float64
 
 import keras_tpu_dist as ktd
@@ -123,9 +124,22 @@ _ROWS = {
     **dict.fromkeys(REPLICAS, replicas.ROWS),
 }
 PLANNED = {
-    ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto"), ("2x2t2", "fsdp")],
-    ("layer", RAGGED): [("4x2", "tensor_parallel"), ("2x2x2", "fsdp")],
-    ("model", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
+    ("layer", EVEN): [
+        ("2x4", "tensor_parallel"),
+        ("2x2x2", "auto"),
+        ("2x2t2", "fsdp"),
+        ("2x2x2", "split_between"),
+    ],
+    ("layer", RAGGED): [
+        ("4x2", "tensor_parallel"),
+        ("2x2x2", "fsdp"),
+        ("4x2", "split_between"),
+    ],
+    ("model", EVEN): [
+        ("2x4", "tensor_parallel"),
+        ("2x2x2", "auto"),
+        ("2x2x2", "split_between"),
+    ],
     ("model", RAGGED): [
         ("8", "fsdp"),
         ("4x2", "tensor_parallel"),
@@ -134,6 +148,8 @@ PLANNED = {
         ("2x2x2", "fsdp"),
         ("2x2x2", "tensor_parallel"),
         ("2x2t2", "fsdp"),
+        ("2x4", "split_between"),
+        ("2x2x2", "split_between"),
     ],
     **{("replica_operation", rows): replicas.OPERATIONS for rows in replicas.ROWS},
     **{("replica_layer", rows): replicas.LAYERS for rows in replicas.ROWS},
@@ -386,7 +402,7 @@ def _mesh(name: str):
 
 
 def _strategy(job: Job) -> ktd.TPUStrategy:
-    return ktd.TPUStrategy(MESHES[job.mesh], None if job.plan == "none" else job.plan)
+    return ktd.TPUStrategy(MESHES[job.mesh], layout_named(job.plan))
 
 
 def _trained(job: Job) -> dict[str, np.ndarray]:

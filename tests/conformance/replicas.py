@@ -16,6 +16,7 @@ import keras
 import layers
 import numpy as np
 import operations
+from helpers import layout_named
 from precision import in_float64
 
 import keras_tpu_dist as ktd
@@ -259,7 +260,7 @@ def _of_replicas(strategy, each: list) -> Any:
 
 
 def _strategy(job, shapes: dict[str, tuple]) -> ktd.TPUStrategy:
-    plan: Any = None if job.plan == "none" else job.plan
+    plan: Any = layout_named(job.plan)
     if plan in ("first", "last"):
         axes = {path: _split(shape, job.mesh, plan) for path, shape in shapes.items()}
         plan = ktd.LayoutRules([(re.escape(path), each) for path, each in axes.items() if each])

@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple] = {
         *("moved_rows", "moved_time", "assigned_pair", "deep", "tables"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
-    "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
+    "layout": ("none", "rules", "fsdp", "tensor_parallel", "split_between", "auto"),
     "rows": (7, 13, 24, 37),
     "batch_size": (5, 8, 16),
     "steps_per_execution": (1, 3, "auto"),

@@ -23,6 +23,7 @@ import small_models
 import table_models
 from comparing import LEAST, gap
 from drawing import Program
+from helpers import layout_named
 from options import DETAILS
 
 import keras_tpu_dist as ktd
@@ -115,12 +116,12 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
     choices = program.choices
     mesh = MESHES[choices["mesh"]]
     layout = choices["layout"]
-    if layout == "tensor_parallel" and "model" not in mesh:
+    if layout in ("tensor_parallel", "split_between") and "model" not in mesh:
         layout = "fsdp"
     if layout == "rules":
         axis = "model" if "model" in mesh else "data"
         layout = [(r"(^|/)wide.*/kernel$", (None, axis)), (r"(^|/)narrow.*/kernel$", (axis, None))]
-    options = {"layout": None if layout == "none" else layout}
+    options = {"layout": layout_named(layout)}
     if choices["model"] == "tables":
         options |= table_models.options(choices, mesh)
     return ktd.TPUStrategy(

@@ -17,6 +17,7 @@ from keras_tpu_dist.programs.partitioner import (
     convolution,
     indices,
     lookups,
+    products,
     reductions,
     scatter,
     slices,
@@ -149,6 +150,16 @@ FAULTS = (
         "the dimension is not split there",
         reductions.candidate,
         reductions.repaired,
+    ),
+    Fault(
+        "Sums over dimensions that are split differently",
+        products.PRIMITIVES,
+        "a product that sums over several dimensions, of which one is split in one operand and "
+        "another one in the other operand, is not summed over all axes",
+        "these dimensions are split alike in both operands",
+        products.candidate,
+        products.repaired,
+        seen=("jax 0.10.1, libtpu 0.0.41", "jax 0.12.0.1, libtpu 0.0.50.1"),
     ),
     Fault(
         "Rows exchanged in a branch",

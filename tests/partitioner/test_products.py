@@ -1,0 +1,92 @@
+"""Products whose operands are split at random: on simulated devices equal to one device."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_tpu_dist.hardware.mesh import auto_mesh
+from keras_tpu_dist.programs.partitioner import Jitted
+
+PRODUCTS = ("btnh,btnr->hr", "bth,btr->hr", "btn,btnr->r", "btn,btn->", "btnh,btr->nhr")
+MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
+
+
+def drawn_axes(dice: random.Random, rank: int, mesh: dict[str, int]) -> PartitionSpec:
+    """A layout, in which most axes split some dimension."""
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for name in mesh if rank else ():
+        if dice.random() < 0.8:
+            dims[dice.randrange(rank)] += (name,)
+    return PartitionSpec(*(axes or None for axes in dims))
+
+
+def program(dice, mesh):
+    """A product with drawn layouts of its operands, and maybe of its result."""
+    product = dice.choice(PRODUCTS)
+    inputs, output = product.split("->")
+    ranks = map(len, inputs.split(","))
+    specs = [drawn_axes(dice, rank, mesh.shape) for rank in ranks]
+    of_result = [None, PartitionSpec(), drawn_axes(dice, len(output), mesh.shape)]
+    result = dice.choice(of_result)
+
+    def of(*operands):
+        laid_out = (
+            lax.with_sharding_constraint(operand, NamedSharding(mesh, spec))
+            for operand, spec in zip(operands, specs, strict=True)
+        )
+        made = jnp.einsum(product, *laid_out)
+        if result is None:
+            return made
+        return lax.with_sharding_constraint(made, NamedSharding(mesh, result))
+
+    return product, of, (*specs, result)
+
+
+def wrong(sizes, seed, count):
+    """Drawn products that differ from one device, and how many are computed otherwise."""
+    mesh = auto_mesh(np.asarray(jax.devices()).reshape(*sizes.values()), tuple(sizes))
+    dice, rng = random.Random(seed), np.random.default_rng(seed)
+    found, repaired = [], []
+    for _ in range(count):
+        product, of, layouts = program(dice, mesh)
+        shapes = [(8,) * len(names) for names in product.split("->")[0].split(",")]
+        operands = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+        jitted = Jitted(of, mesh, lambda *args: [None, None], keep=repaired.extend)
+        expected = np.einsum(product, *(operand.astype("float64") for operand in operands))
+        if np.abs(np.asarray(jitted(*operands)) - expected).max() > 1e-4:
+            found.append((product, *layouts))
+    return found, repaired
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_products_are_equal_to_one_device(sizes):
+    found, repaired = wrong(sizes, seed=0, count=24)
+    assert not found
+    assert repaired
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_many_products_are_equal_to_one_device(sizes):
+    found, _ = wrong(sizes, seed=1, count=400)
+    assert not found
+
+
+def test_a_product_over_rows_alone_is_left_as_written():
+    mesh = auto_mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    answers = []
+    jitted = Jitted(
+        lambda x, y: jnp.einsum("bth,btr->hr", x, y),
+        mesh,
+        lambda *args: [rows] * 2,
+        keep=answers.extend,
+    )
+    x = np.ones((8, 4, 4), "float32")
+    np.testing.assert_array_equal(jitted(x, x), np.full((4, 4), 32.0))
+    assert not answers
