@@ -72,13 +72,20 @@ def _fail_if_missing(report):
     return report
 
 
+# What any change may break: none of it is left out of a sample.
+_OF_THE_WHOLE_TREE = (
+    *("test_docs.py", "test_pages.py", "test_names_used.py", "test_packages.py"),
+    *("test_public_surface.py", "test_readers.py", "test_seam.py"),
+)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--sample",
         type=float,
         metavar="N",
         help="of each slow test at most N cases, below 1 one case of this share of them; of the "
-        "docs all",
+        "docs, and of names and packages, all",
     )
     parser.addoption("--sample-seed", default="", metavar="WORD", help="what --sample draws with")
 
@@ -106,10 +113,7 @@ def pytest_collection_modifyitems(config, items):
         return
     cases = {}
     for item in items:
-        if item.get_closest_marker("slow") and item.path.name not in (
-            "test_docs.py",
-            "test_pages.py",
-        ):
+        if item.get_closest_marker("slow") and item.path.name not in _OF_THE_WHOLE_TREE:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped = []
     for name, several in cases.items():
