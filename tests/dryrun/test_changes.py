@@ -1,14 +1,17 @@
 """What a report says to change: the counts, their words, and what the compiler says of them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import keras
+import numpy as np
 import pytest
 from compile_only import lower
 from made import GIB, collective, made_run
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.tools.dryrun.changes import Levers, what_to_change
+from keras_tpu_dist.tools.dryrun.changes import Levers, orders_of, what_to_change
 from keras_tpu_dist.tools.dryrun.report import collective_rows, layer_rows
 from keras_tpu_dist.tools.hlo.analysis import LayerCost
 
@@ -125,7 +128,60 @@ def test_ours_and_other_modes_have_nothing_to_convert():
     assert predicts.levers is None
 
 
+def orders(mesh, topology="v5e:2x4", layout="tensor_parallel"):
+    strategy = ktd.TPUStrategy(mesh, layout, topology=topology)
+    return lower(blocks, strategy, batch_size=16).levers.orders
+
+
+def test_orders_of_axes_are_those_of_a_mesh_that_its_sizes_place():
+    assert [dict(wire.axes) for wire in orders({"data": 2, "model": 4})] == [
+        {"data": 2, "model": 4},
+        {"model": 4, "data": 2},
+    ]
+    assert len(orders({"data": 2, "fsdp": 2, "model": 2}, layout="auto")) == 6
+    assert orders({"data": 8}, layout=None) == ()
+    topology = ktd.Topology.parse("v5e:2x4")
+    own = jax.sharding.Mesh(np.reshape(topology.devices()[::-1], (2, 4)), ("data", "model"))
+    assert orders_of(SimpleNamespace(mesh=own, topology=topology)) == ()
+
+
 # --- which changes are named -----------------------------------------------------------------
+
+
+def test_another_order_of_axes_is_named_if_its_links_are_faster():
+    found = orders({"data": 2, "model": 4})
+    sums = [collective(("data",), size=2**30, times=1)]
+    run = made_run("v5e:2x4", {"data": 2, "model": 4})
+    cost = replace(run.cost, collectives=sums)
+    # First, an axis of two gets one link; last, it gets two.
+    run = replace(run, cost=cost, estimate=replace(run.estimate, step=0.1))
+    change = changes(run, orders=found)["mesh"]
+    assert change.value == {"model": 4, "data": 2}
+    assert change.line == 'TPUStrategy({"model": 4, "data": 2}, ...)'
+    assert change.factor == pytest.approx(0.5)
+    assert str(change).startswith("collectives 42.95 ms to 21.47 ms a step: ")
+    # Not for what is little of the step, nor where the order is the best one already.
+    slow = replace(run, estimate=replace(run.estimate, step=1.0))
+    assert "mesh" not in changes(slow, orders=found)
+    assert "mesh" not in changes(run, orders=found[::-1])
+    assert "mesh" not in changes(run)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_the_compiler_s_program_has_the_times_of_the_other_order():
+    def build():
+        return blocks(width=2048, count=2)
+
+    def run(mesh):
+        strategy = ktd.TPUStrategy(mesh, "tensor_parallel", topology="v5e:2x4")
+        return ktd.dry_run(build, strategy, batch_size=64, effort="quick")
+
+    first = run({"data": 2, "model": 4})
+    change = {change.kind: change for change in first.changes}["mesh"]
+    second = run(change.value)
+    assert change.of(second) / change.of(first) == pytest.approx(change.factor, rel=0.05)
+    assert second.estimate.step < first.estimate.step
 
 
 def test_a_report_that_does_not_fit_begins_with_why_and_the_fix():

@@ -1,5 +1,7 @@
 """What to change about a step: a change, what it brings by a count, and the line of code."""
 
+import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.sizes import bytes_of
+from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology, listed_shapes
 from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
 from keras_tpu_dist.memory.blocks import blocks
@@ -22,9 +25,9 @@ from keras_tpu_dist.programs.head.step import (
     can_be_in_pieces,
     described,
 )
-from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.show.text import duration_text, size_text
 from keras_tpu_dist.tools.dryrun.figures import Estimate
-from keras_tpu_dist.tools.hlo import ProgramCost
+from keras_tpu_dist.tools.hlo import ProgramCost, Wire, latency_over, seconds_over
 from keras_tpu_dist.training.flops import count_tokens
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -40,6 +43,8 @@ _FILLED = 0.85
 _LARGEST_TIMES = 8
 # Steps shorter than this wait for Python, which starts them; see docs/mixed_precision.md.
 _SHORT_STEP = 1e-3
+# Six orders of axes are tried, not more.
+_MOST_AXES = 3
 # Layers read a weight forward and backward, and write its gradient.
 _TIMES_READ = 3
 # A matrix unit multiplies so many rows at once.
@@ -55,14 +60,14 @@ class Change(Printed):
     """A change of a program, and what it brings by a count.
 
     Attributes:
-        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"head"`, `"layout"`, `"remat"`, `"slice"` or
-            `"steps"`.
+        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"head"`, `"layout"`, `"mesh"`, `"remat"`,
+            `"slice"` or `"steps"`.
         figure: What it changes: `"memory"`, `"HBM traffic"`, `"collectives"` (in bytes),
-            `"rows per second"` or `"launches"`.
+            `"links"` (in seconds), `"rows per second"` or `"launches"`.
         before: The figure now.
         after: The figure with the change, by a count.
         line: The line of code.
-        value: The batch size, the plan, the policy, or the steps.
+        value: The batch size, the plan, the policy, the steps, or the mesh.
     """
 
     kind: str
@@ -95,6 +100,8 @@ class Change(Printed):
             return None
         if self.figure == "HBM traffic":
             return float(cost.hbm_bytes)
+        if self.figure == "links":
+            return sum(c.total_seconds for c in cost.collectives)
         return float(sum(c.bytes * c.times for c in cost.collectives))
 
     @property
@@ -107,6 +114,9 @@ class Change(Printed):
             # probabilities computes from logits.
             less = " or less" if self.kind in ("convert", "head") else ""
             return f"{self.figure} {before} to {after}{less} {of}"
+        if self.figure == "links":
+            before, after = duration_text(self.before), duration_text(self.after)
+            return f"collectives {before} to {after} a step"
         if self.figure == "rows per second":
             return f"about {self.factor:.1f} times the rows per second"
         return f"one launch from Python instead of {self.before:.0f}"
@@ -134,6 +144,8 @@ class Levers:
         logits_bytes: Bytes of a vocabulary's logits and their gradient on one device, if they
             exist as a whole, and need not; else 0.
         rows: Rows of a device, if products have no others, as those of pixels or tokens; else 0.
+        orders: The mesh on the slice's links, and the same with its axes in other orders; empty if
+            its devices lie otherwise than the order of the axes decides.
     """
 
     in_float32: frozenset[str]
@@ -149,6 +161,7 @@ class Levers:
     data_axes: tuple[str, ...]
     steps: int
     topology: Topology | None
+    orders: tuple[Wire, ...] = ()
 
 
 def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
@@ -171,6 +184,27 @@ def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
         data_axes=tuple(strategy.data_axes),
         steps=steps,
         topology=strategy.topology,
+        orders=orders_of(strategy),
+    )
+
+
+def orders_of(strategy: Strategy) -> tuple[Wire, ...]:
+    """The mesh on the links of its slice, first as it is, then with its axes in other orders.
+
+    Returns:
+        One `Wire` for each order; none for a mesh of several slices, of one axis or of more than
+        three, or whose devices lie otherwise than `build_mesh` lays them.
+    """
+    sizes, topology = dict(strategy.mesh.shape), strategy.topology
+    if topology is None or topology.num_slices > 1 or not 2 <= len(sizes) <= _MOST_AXES:
+        return ()
+    devices = topology.devices()
+    placed = [build_mesh(dict(axes), devices) for axes in itertools.permutations(sizes.items())]
+    if list(placed[0].devices.flat) != list(strategy.mesh.devices.flat):
+        return ()
+    return tuple(
+        Wire.of(dict(zip(mesh.axis_names, mesh.shape, strict=True)), [*mesh.devices.flat], topology)
+        for mesh in placed
     )
 
 
@@ -307,6 +341,7 @@ def _faster(
     """Changes that make a step shorter, or do more in it."""
     if levers.recurrent:
         yield _converted(cost, levers.recurrent)
+    yield from _ordered_otherwise(levers.orders, cost, e)
     if e.span[1] < _SHORT_STEP:
         if levers.steps == 1:
             line = f"model.compile(..., steps_per_execution={_STEPS})"
@@ -320,6 +355,29 @@ def _faster(
         after = cost.hbm_bytes - halved
         yield Change("bfloat16", "HBM traffic", cost.hbm_bytes, after, _IN_BFLOAT16)
     yield from _more_rows(run, levers, cost, e, room)
+
+
+def _ordered_otherwise(
+    orders: tuple[Wire, ...], cost: ProgramCost, e: Estimate
+) -> Iterator[Change]:
+    """The order of the mesh's axes in which its collectives take the slice's links shortest."""
+    if not orders:
+        return
+
+    def seconds(wire: Wire) -> float:
+        # Who sends to whom in a permute is not decided by axes alone.
+        return sum(
+            c.times
+            * max(seconds_over(wire, c.kind, c.bytes, c.axes), latency_over(wire, c.kind, c.axes))
+            for c in cost.collectives
+            if c.kind != "collective-permute"
+        )
+
+    now, best = seconds(orders[0]), min(orders, key=seconds)
+    after = seconds(best)
+    if now - after >= _WORTH * e.step:
+        mesh = dict(best.axes)
+        yield Change("mesh", "links", now, after, f"TPUStrategy({json.dumps(mesh)}, ...)", mesh)
 
 
 def _converted(cost: ProgramCost, layers: Mapping[str, float]) -> Change:
