@@ -93,6 +93,7 @@ from keras_tpu_dist._keras.calls import scope_around_calls as scope_around_calls
 from keras_tpu_dist._keras.calls import traced_program as traced_program
 from keras_tpu_dist._keras.compiling import compile_what_jax_can as compile_what_jax_can
 from keras_tpu_dist._keras.compiling import why_eager as why_eager
+from keras_tpu_dist._keras.compiling import why_uncompiled as why_uncompiled
 from keras_tpu_dist._keras.configs import remade as remade
 from keras_tpu_dist._keras.copies import COPIED as COPIED
 from keras_tpu_dist._keras.copies import Copier as Copier

@@ -116,6 +116,12 @@ def _in_augmix(model: Any) -> dict[int, Any]:
     }
 
 
+def why_uncompiled(layer: Any) -> Eager | None:
+    """Why a layer cannot be compiled, `None` if it says that it can be, or JAX compiles it."""
+    stays_out = isinstance(layer, keras.Layer) and not layer.supports_jit
+    return _reason(layer) if stays_out and not _can_be_compiled(layer) else None
+
+
 def _reason(layer: Any) -> Eager:
     path = layer.path or layer.name
     kind = next((kind for kind in _NOT_COMPILED if isinstance(layer, kind)), None)

@@ -1,9 +1,13 @@
 """What to write instead of what JAX cannot trace, in errors of replica code."""
 
 import sys
+import traceback
+from collections.abc import Iterator
+from types import FrameType
 
 import jax
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import runtime_error
 
 _OF_TENSORFLOW = (
@@ -11,7 +15,8 @@ _OF_TENSORFLOW = (
     "whose function JAX compiles. Write keras.ops for tf operations, nothing for tf.function, and "
     "ktd.loss_and_gradients(loss, model) for a tape: docs/migration.md has both side by side."
 )
-_LATER = "A function of strategy.run is compiled, and its values are computed later, on the devices"
+_COMPILED = "A function of strategy.run is compiled"
+_LATER = f"{_COMPILED}, and its values are computed later, on the devices"
 # By JAX's error: what the function did, and what to write. A subclass stands before its base.
 _OF_JAX: tuple[tuple[type[Exception], str], ...] = (
     (
@@ -54,6 +59,10 @@ def add_advice(error: Exception) -> None:
     if _within_tensorflow(error):
         error.add_note(_OF_TENSORFLOW)
         return
+    for frame in _frames(error):
+        if (why := _keras.why_uncompiled(frame.f_locals.get("self"))) is not None:
+            error.add_note(f"{_COMPILED}, and {why.path} cannot be. {why.words} {why.fix}")
+            return
     for kind, advice in _OF_JAX:
         if isinstance(error, kind):
             error.add_note(advice)
@@ -61,12 +70,13 @@ def add_advice(error: Exception) -> None:
 
 
 def _within_tensorflow(error: Exception) -> bool:
-    frame = error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "tensorflow":
-            return True
-        frame = frame.tb_next
-    return False
+    modules = (frame.f_globals.get("__name__", "") for frame in _frames(error))
+    return any(module.partition(".")[0] == "tensorflow" for module in modules)
+
+
+def _frames(error: Exception) -> Iterator[FrameType]:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield frame
 
 
 def check_no_graph() -> None:

@@ -79,6 +79,21 @@ def test_what_to_write_instead(function, call):
     assert note.startswith("A function of strategy.run is compiled")
 
 
+def test_a_layer_that_cannot_be_compiled_says_where_to_apply_it():
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        crop = keras.layers.RandomCrop(2, 2)
+    images = np.ones((16, 4, 4, 3), "float32")
+    with pytest.raises(IndexError) as error:
+        strategy.run(lambda x: crop(x, training=True), (images,))
+    (note,) = advice(error.value)
+    assert note.startswith(f"A function of strategy.run is compiled, and {crop.path} cannot be.")
+    assert "dataset.map(lambda x, y: (layer(x, training=True), y))" in note
+    # Without training it takes the middle.
+    cropped = strategy.run(lambda x: crop(x, training=False), (images,))
+    assert strategy.local_results(cropped)[0].shape == (16, 2, 2, 3)
+
+
 def test_other_errors_have_no_advice():
     with pytest.raises(KeyError) as error:
         ktd.TPUStrategy().run(lambda: {}["labels"])
