@@ -207,7 +207,8 @@ class Planner:
             data_axes: The axes of the mesh that split the batch.
 
         Raises:
-            ValueError: If `"fsdp"` has no data axes, or `"tensor_parallel"` only data axes.
+            ValueError: If `"fsdp"` has no data axes, or `"tensor_parallel"` only data axes; if
+                `between_blocks="split"` has no axis to split over.
         """
         missing = {
             "fsdp": None if state_axes(mesh, data_axes) else 'split the batch, such as "data"',
@@ -221,6 +222,15 @@ class Planner:
                 received={"mesh": dict(mesh.shape), "data axes": tuple(data_axes)},
                 fix='Add such an axis, for example mesh={"data": -1, "model": 2}, or choose '
                 'layout="auto".',
+            )
+        splits_weights = self.kind != "fsdp" and _model_axes(mesh, data_axes)
+        if self.between_blocks == "split" and not splits_weights:
+            raise value_error(
+                'between_blocks="split" splits values over the axes that split weights in a '
+                '"tensor_parallel" plan.',
+                received={"plan": self.kind, "mesh": dict(mesh.shape), "data axes": data_axes},
+                fix='Write ktd.Planner("tensor_parallel", between_blocks="split") with '
+                'mesh={"data": -1, "model": 2}, or leave between_blocks out.',
             )
 
     def plan(self, model: Any, mesh: Mesh, data_axes: Sequence[str]) -> Plan:

@@ -197,6 +197,18 @@ def test_a_wrong_word_is_one_error():
     assert "split" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("fsdp", {"data": 2, "model": 4}), ("fsdp", {"data": 8}), ("auto", {"data": 8})],
+)
+def test_split_without_an_axis_that_splits_weights_is_one_error(kind, mesh):
+    with pytest.raises(ValueError, match="between_blocks") as raised:
+        ktd.TPUStrategy(mesh, Planner(kind, between_blocks="split"))
+    assert f"{mesh!r}" in str(raised.value)
+    assert 'Write ktd.Planner("tensor_parallel", between_blocks="split")' in str(raised.value)
+    ktd.TPUStrategy(mesh, Planner(kind, between_blocks="auto"))  # where it pays: here nowhere
+
+
 def wide():
     """Two blocks whose sums have 4 MiB on each of two groups of devices."""
     x = start = keras.Input((1024, 512))

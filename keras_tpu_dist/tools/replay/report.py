@@ -195,8 +195,9 @@ class Verification(Page):
                 f"{self.largest_difference:.0e} of their largest value"
             )
         if self.equal:
-            # Rounded up: the last bits differ from one machine to another.
-            digits = math.ceil(math.log10(max(self.largest_difference, 1e-6)))
+            # Rounded up, and not below the tolerance of float32: the last bits differ from one
+            # machine to another.
+            digits = math.ceil(math.log10(max(self.largest_difference, 1e-5)))
             return f"equal: {what} computes the same as {self._beside()}, within {10.0**digits:.0e}"
         return f"NOT equal: {what} differs in {len(self.wrong)} of {len(self.rows)} arrays"
 
