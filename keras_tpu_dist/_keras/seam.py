@@ -21,7 +21,8 @@ import keras
 from keras_tpu_dist._keras.callers import new_callers
 from keras_tpu_dist.common.once import log_once
 
-# The whole test suite ran with these versions.
+# The whole test suite ran with these releases. A nightly build is none of them: it is checked like
+# a release that is not in this list.
 TESTED_KERAS = ("3.15.0", "3.15.1")
 # The test of the seam ran with sources of these too, before their release.
 _FIRST_KERAS, _FIRST_UNKNOWN_KERAS = (3, 15), (3, 17)
