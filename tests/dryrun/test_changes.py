@@ -143,6 +143,8 @@ def test_orders_of_axes_are_those_of_a_mesh_that_its_sizes_place():
     topology = ktd.Topology.parse("v5e:2x4")
     own = jax.sharding.Mesh(np.reshape(topology.devices()[::-1], (2, 4)), ("data", "model"))
     assert orders_of(SimpleNamespace(mesh=own, topology=topology)) == ()
+    part = jax.sharding.Mesh(np.reshape(topology.devices()[:4], (2, 2)), ("data", "model"))
+    assert orders_of(SimpleNamespace(mesh=part, topology=topology)) == ()
 
 
 # --- which changes are named -----------------------------------------------------------------

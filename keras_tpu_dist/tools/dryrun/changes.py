@@ -192,13 +192,15 @@ def orders_of(strategy: Strategy) -> tuple[Wire, ...]:
     """The mesh on the links of its slice, first as it is, then with its axes in other orders.
 
     Returns:
-        One `Wire` for each order; none for a mesh of several slices, of one axis or of more than
-        three, or whose devices lie otherwise than `build_mesh` lays them.
+        One `Wire` for each order; none for a mesh of several slices or of a part of one, of one
+        axis or of more than three, or whose devices lie otherwise than `build_mesh` lays them.
     """
     sizes, topology = dict(strategy.mesh.shape), strategy.topology
     if topology is None or topology.num_slices > 1 or not 2 <= len(sizes) <= _MOST_AXES:
         return ()
     devices = topology.devices()
+    if len(devices) != strategy.mesh.size:
+        return ()
     placed = [build_mesh(dict(axes), devices) for axes in itertools.permutations(sizes.items())]
     if list(placed[0].devices.flat) != list(strategy.mesh.devices.flat):
         return ()
