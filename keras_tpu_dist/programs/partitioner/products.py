@@ -30,34 +30,53 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """The product of operands whose summed dimensions are split alike, or `None` if they are.
 
-    An axis that may split several of them splits the first.
+    An axis that may split several of them splits the first. Parts of a reshaped dimension count as
+    one, and are left to the compiler: which of them an axis splits is the same in both operands.
 
     Args:
         equation: The product.
         spread: Which mesh axes may split which dimension of the program's values.
     """
     places = list(zip(*equation.params["dimension_numbers"][0], strict=True))
-    may_split = [_axes(equation, pair, spread) for pair in places]
-    split = [axes for axes in may_split if axes]
+    groups = _groups([pair for pair in places if _axes(equation, pair, spread)], equation, spread)
     taken: set[str] = set()
-    layout = []
-    for axes in may_split:
-        layout.append(spread.ordered(axes - taken))
+    layout: dict[tuple[int, int], tuple[str, ...]] = dict.fromkeys(places, ())
+    shared = False
+    for group in groups:
+        axes = _axes(equation, group[0], spread)
+        shared = shared or bool(axes & taken)
+        layout |= dict.fromkeys(group, spread.ordered(axes - taken))
         taken |= axes
-    shared = sum(map(len, split)) > len(taken)
-    if not shared and (len(split) < 2 or len(places) < _MANY):
+        if len(group) > 1:
+            layout = {pair: names for pair, names in layout.items() if pair not in group}
+    if not shared and (len(groups) < 2 or len(places) < _MANY):
         return None
 
     def product(*arrays):
         laid_out = (
-            constrained(array, spread.mesh, dict(zip(dims, layout, strict=True)))
-            for array, dims in zip(arrays, zip(*places, strict=True), strict=True)
+            constrained(array, spread.mesh, dict(zip(dims, layout.values(), strict=True)))
+            for array, dims in zip(arrays, zip(*layout, strict=True), strict=True)
         )
         # Apart from what else the operands are used for, whose layout would become this one.
         arrays = jax.lax.optimization_barrier([*laid_out])
         return equation.primitive.bind(*arrays, **equation.params)
 
-    return replacement(equation, product)
+    return replacement(equation, product) if layout else None
+
+
+def _groups(
+    places: list[tuple[int, int]], equation: Any, spread: Spread
+) -> list[list[tuple[int, int]]]:
+    """Summed dimensions that an axis may split, those of one class together."""
+    left = equation.invars[0]
+    groups: list[list[tuple[int, int]]] = []
+    for pair in places:
+        same = [g for g in groups if spread.in_one_class(left, g[0][0], left, pair[0])]
+        if same:
+            same[0].append(pair)
+        else:
+            groups.append([pair])
+    return groups
 
 
 def _axes(equation: Any, places: tuple[int, int], spread: Spread) -> frozenset[str]:

@@ -127,6 +127,19 @@ class Classes:
         self._seed(atom, axes, self._axes)
         self._seed(atom, axes, self._asked)
 
+    def in_one_class(self, one: Any, i: int, other: Any, j: int) -> bool:
+        """Whether two dimensions may be split like one another, such as the parts of a reshape.
+
+        Args:
+            one: A value of the program; a literal is in no class.
+            i: The number of its dimension.
+            other: Another value, or the same.
+            j: The number of the other's dimension.
+        """
+        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
+            return False
+        return self._root(self._node(one, i)) == self._root(self._node(other, j))
+
     def link(self, one: Any, i: int, other: Any, j: int, repeats: bool = True) -> None:
         """Puts two dimensions into one class, unless one of them is only repeated.
 
