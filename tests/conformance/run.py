@@ -93,7 +93,7 @@ def _compare_part(worker: Worker, part: list[dict], note: Callable[[Finding], No
 
 def listed(kinds: tuple[str, ...], only: str = "", repair: bool = True) -> list[dict]:
     """The jobs of some kinds, asked of a worker's own tables."""
-    sys.path[:0] = [str(_WORKER.parent)]
+    sys.path[:0] = [str(_WORKER.parent), str(_WORKER.parents[1])]
     import jobs
 
     chosen = jobs.all_jobs(kinds, repair)

@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     ]
 )
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in range(3)]
 
 import keras_tpu_dist as ktd  # noqa: E402
 

@@ -45,10 +45,11 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     for group in groups:
         axes = _axes(equation, group[0], spread)
         shared = shared or bool(axes & taken)
-        layout |= dict.fromkeys(group, spread.ordered(axes - taken))
+        if len(group) == 1:
+            layout[group[0]] = spread.ordered(axes - taken)
+        for pair in group if len(group) > 1 else ():
+            del layout[pair]
         taken |= axes
-        if len(group) > 1:
-            layout = {pair: names for pair, names in layout.items() if pair not in group}
     if not shared and (len(groups) < 2 or len(places) < _MANY):
         return None
 
