@@ -3,10 +3,12 @@
     python tests/versions/opcodes.py --here                 # the libraries of this environment
     python tests/versions/opcodes.py --pythons A B B --libtpu /tmp/libtpu
     python tests/versions/opcodes.py --here --chips v5e v6e --cases dropout --keep /tmp/texts
+    python tests/versions/opcodes.py --pythons A B --log FILE   # hours; it may be stopped
 
 Small programs are compiled for eight devices of every chip, as `ktd.verify` compiles them, each in
 a process of its own, and their operations are counted: opcodes, and the targets of custom calls.
 `--libtpu` names a folder with another libtpu, unpacked from its wheel, for the last of the pythons.
+What stands in the `--log` is not compiled again.
 Prints one table, and ends with 1 if an operation is in no table. Needs no chip.
 """
 
@@ -17,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -253,39 +256,49 @@ def counted(text):
     return found
 
 
-def worker(chips, cases, keep):
-    """Prints the counts of each program of this environment as a line of JSON."""
+def worker(programs, label, log, keep):
+    """Adds the counts of each program of this environment to the log, a line of JSON each."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import keras_tpu_dist as ktd
 
     ktd.simulate(8)
-    for chip in chips:
-        topology = matrix.CHIPS[chip][1]
-        for case in cases:
-            row = {"chip": chip, "case": case}
-            try:
-                text = text_of(case, topology)
-                row["counts"] = counted(text)
-                if keep:
-                    Path(keep).mkdir(parents=True, exist_ok=True)
-                    Path(keep, f"{chip}-{case}.txt").write_text(text)
-            except Exception as error:  # a refused program is a line below the table
-                row["error"] = f"{type(error).__name__}: {error}"[:600]
-            print("ROW " + json.dumps(row), flush=True)
+    for chip, case in programs:
+        row = {"label": label, "chip": chip, "case": case}
+        try:
+            text = text_of(case, matrix.CHIPS[chip][1])
+            row["counts"] = counted(text)
+            if keep:
+                Path(keep).mkdir(parents=True, exist_ok=True)
+                Path(keep, f"{chip}-{case}.txt").write_text(text)
+        except Exception as error:  # a refused program is a line below the table
+            row["error"] = f"{type(error).__name__}: {error}"[:600]
+        with open(log, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
-def rows_of(python, chips, cases, keep="", libtpu=""):
+def rows_in(log, label):
+    """What the log has of an environment; an unfinished line at its end is left out."""
+    if not log.exists():
+        return []
+    rows = [json.loads(line) for line in log.read_text().split("\n")[:-1]]
+    return [row for row in rows if row["label"] == label]
+
+
+def rows_of(python, label, programs, log, keep="", libtpu=""):
     """The rows of an environment; a process that ends early is a row with its error."""
+    done = [(row["chip"], row["case"]) for row in rows_in(log, label)]
+    left = [program for program in programs if program not in done]
     path = os.pathsep.join(filter(None, [libtpu, str(ROOT)]))
-    command = [str(python), __file__, "--worker", "--chips", *chips, "--cases", *cases]
+    names = ["/".join(program) for program in left]
+    asked = ["--worker", *names, "--label", label, "--log", str(log), "--keep", keep]
     run = subprocess.run(
-        [*command, *(["--keep", keep] if keep else [])],
+        [str(python), __file__, *asked],
         capture_output=True,
         text=True,
-        timeout=SECONDS * len(chips) * len(cases),
+        timeout=SECONDS * max(len(left), 1),
         env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": path},
     )
-    found = [json.loads(line[4:]) for line in run.stdout.splitlines() if line.startswith("ROW ")]
+    found = [row for row in rows_in(log, label) if (row["chip"], row["case"]) in programs]
     if run.returncode:
         found.append({"chip": "?", "case": "?", "error": run.stderr.strip()[-400:]})
     return found
@@ -342,30 +355,41 @@ def main():
     options.add_argument("--chips", nargs="+", default=[*matrix.CHIPS], choices=[*matrix.CHIPS])
     options.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
     options.add_argument("--keep", default="", help="a folder for the programs' texts")
-    options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--log", help="a file of rows: what stands in it is not compiled again")
+    options.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
+    options.add_argument("--label", help=argparse.SUPPRESS)
     asked = options.parse_args()
-    if asked.worker:
-        worker(asked.chips, asked.cases, asked.keep)
+    if asked.worker is not None:
+        programs = [tuple(name.split("/")) for name in asked.worker]
+        worker(programs, asked.label, asked.log, asked.keep)
         return
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(asked.log or Path(folder, "rows.jsonl"))
+        sys.exit(compared(asked, log))
+
+
+def compared(asked, log):
+    """Compiles what is asked, and prints the table; 1 if an operation is in no table."""
     started, found = time.perf_counter(), {}
+    programs = [(chip, case) for chip in asked.chips for case in asked.cases]
     pythons = asked.pythons or [sys.executable]
     for place, python in enumerate(pythons):
         libtpu = asked.libtpu if place == len(pythons) - 1 else ""
         label = libraries(python, libtpu)
         keep = asked.keep and str(Path(asked.keep, label.replace(" ", "-")))
-        found[label] = rows_of(python, asked.chips, asked.cases, keep, libtpu)
+        found[label] = rows_of(python, label, programs, log, keep, libtpu)
     lines, missing = table(found)
     print("\n".join(lines))
     for label, rows in found.items():
         for row in rows:
             if "error" in row:
                 print(f"{label}, {row['chip']}, {row['case']}: {row['error']}")
-    programs = sum(len(rows) for rows in found.values())
+    count = sum(len(rows) for rows in found.values())
     print(
-        f"\n{programs} programs, {len(lines) - 2} operations, {len(missing)} in no table "
+        f"\n{count} programs, {len(lines) - 2} operations, {len(missing)} in no table "
         f"{missing or ''}, {time.perf_counter() - started:.0f} s, {datetime.date.today()}"
     )
-    sys.exit(1 if missing else 0)
+    return int(bool(missing))
 
 
 if __name__ == "__main__":
