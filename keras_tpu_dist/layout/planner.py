@@ -1,10 +1,11 @@
 """Plans, which choose the layouts of any Keras model: "fsdp", "tensor_parallel", "auto"."""
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import jax
@@ -334,6 +335,15 @@ class Planner:
         if experts and (found := _by_expert(shape, taken, mesh, data_axes, before)) is not None:
             return found
         return split_largest(shape, taken, mesh, data_axes, before)
+
+
+def planner_code(planner: Planner) -> str:
+    """A planner as Python; by its name if it has no other options than usual."""
+    options = [f"{f.name}={getattr(planner, f.name)!r}" for f in fields(planner)[1:]]
+    usual = [f"{f.name}={f.default!r}" for f in fields(planner)[1:]]
+    other = [option for option in options if option not in usual]
+    kind = json.dumps(planner.kind)
+    return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
 
 
 def layout_named(layout: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a report says to change: the counts, their words, and what the compiler says of them."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -306,6 +307,80 @@ def test_a_range_says_how_to_narrow_it():
     wide = replace(run, estimate=replace(run.estimate, low=0.04, high=0.1), effort="quick")
     assert 'effort="exact" narrows it' in " ".join(str(wide).split())
     assert "narrows" not in str(run)
+
+
+# --- values between blocks --------------------------------------------------------------------
+
+
+def sequences(width=256, count=4, times=128):
+    x = inputs = keras.Input((times, width))
+    for n in range(count):
+        layers = [L.LayerNormalization(), L.Dense(4 * width, "gelu"), L.Dense(width)]
+        x = x + keras.Sequential(layers, name=f"b_{n}")(x)
+    model = keras.Model(inputs, x)
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "remat", "times", "found"),
+    [
+        ({"data": 2, "model": 4}, "tensor_parallel", "full", 128, True),
+        ({"data": 2, "model": 4}, ktd.Planner("auto", memory_bytes=1), "dots", 128, True),
+        ({"data": 2, "model": 4}, "tensor_parallel", None, 128, False),
+        ({"data": 2, "model": 4}, "tensor_parallel", "full", 126, False),
+        ({"data": 8}, "fsdp", "full", 128, False),
+        ({"data": 2, "model": 4}, None, "full", 128, False),
+        ({"data": 4, "model": 2}, [("kernel", (None, "model"))], "full", 128, False),
+        (
+            {"data": 2, "model": 4},
+            ktd.Planner("tensor_parallel", between_blocks="split"),
+            "full",
+            128,
+            False,
+        ),
+    ],
+)
+def test_outputs_of_recomputed_blocks_could_be_split_along_time(mesh, layout, remat, times, found):
+    strategy = ktd.TPUStrategy(mesh, layout, remat=remat)
+    made = lower(lambda: sequences(times=times), strategy, batch_size=16, platform="cpu").levers
+    if not found:
+        assert (made.between, made.between_bytes) == (None, 0)
+        return
+    plan = layout if isinstance(layout, ktd.Planner) else ktd.Planner(layout)
+    assert made.between == replace(plan, between_blocks="auto")
+    # Four blocks on two devices of the data axis, of which each keeps a quarter of the times.
+    assert made.between_bytes == 4 * (16 // 2) * 128 * 256 * 4 * 3 // 4
+
+
+def test_the_line_of_a_split_between_blocks():
+    planner = ktd.Planner("auto", memory_bytes=2**30, between_blocks="auto")
+    run = made_run(fits=False, total_bytes=20 * GIB, estimate=None)
+    found = changes(run, between=planner, between_bytes=2 * GIB)
+    assert found["between"].after == run.breakdown_bytes - 2 * GIB
+    assert str(found["between"]).endswith(
+        " a device: TPUStrategy(..., "
+        "layout=ktd.Planner(\"auto\", memory_bytes=1073741824, between_blocks='auto'))"
+    )
+    (written,) = replace(run, changes=(found["between"],)).to_dict()["changes"]
+    assert json.loads(json.dumps(written))["value"]["between_blocks"] == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_the_compiler_s_program_keeps_as_few_bytes_between_blocks():
+    def build():
+        return sequences(1024, 8, 2048)
+
+    def under(layout):
+        return ktd.TPUStrategy({"data": 2, "model": 4}, layout, topology="v5e:2x4", remat="full")
+
+    first = ktd.dry_run(build, under("tensor_parallel"), batch_size=8, effort="quick")
+    levers = lower(build, under("tensor_parallel"), batch_size=8).levers
+    found = what_to_change(replace(first, limit_bytes=first.total_bytes), levers)
+    change = {change.kind: change for change in found}["between"]
+    second = ktd.dry_run(build, under(change.value), batch_size=8, effort="quick")
+    assert change.of(second) / change.of(first) == pytest.approx(change.factor, abs=0.1)
 
 
 # --- what the compiler says ------------------------------------------------------------------

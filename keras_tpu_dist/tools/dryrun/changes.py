@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,7 +16,7 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.sizes import bytes_of
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology, listed_shapes
-from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
+from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named, planner_code
 from keras_tpu_dist.memory.blocks import blocks
 from keras_tpu_dist.programs.head.pieces import PIECE_BYTES
 from keras_tpu_dist.programs.head.step import (
@@ -60,14 +60,14 @@ class Change(Printed):
     """A change of a program, and what it brings by a count.
 
     Attributes:
-        kind: `"bfloat16"`, `"batch"`, `"convert"`, `"head"`, `"layout"`, `"mesh"`, `"remat"`,
-            `"slice"` or `"steps"`.
+        kind: `"batch"`, `"between"`, `"bfloat16"`, `"convert"`, `"head"`, `"layout"`, `"mesh"`,
+            `"remat"`, `"slice"` or `"steps"`.
         figure: What it changes: `"memory"`, `"HBM traffic"`, `"collectives"` (in bytes),
             `"links"` (in seconds), `"rows per second"` or `"launches"`.
         before: The figure now.
         after: The figure with the change, by a count.
         line: The line of code.
-        value: The batch size, the plan, the policy, the steps, or the mesh.
+        value: The batch size, the planner or its name, the policy, the steps, or the mesh.
     """
 
     kind: str
@@ -146,6 +146,10 @@ class Levers:
         rows: Rows of a device, if products have no others, as those of pixels or tokens; else 0.
         orders: The mesh on the slice's links, and the same with its axes in other orders; empty if
             its devices lie otherwise than the order of the axes decides.
+        between: The plan in use, but with values between blocks split along time; `None` if they
+            are already, or cannot be.
+        between_bytes: Bytes of the outputs of blocks that are recomputed, on one device, of which
+            it has only a part then; without the bytes of this part.
     """
 
     in_float32: frozenset[str]
@@ -162,13 +166,17 @@ class Levers:
     steps: int
     topology: Topology | None
     orders: tuple[Wire, ...] = ()
+    between: Planner | None = None
+    between_bytes: int = 0
 
 
 def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
     """What of a model and its strategy could be changed."""
     layers = _keras.flatten_layers(model)
     plan, planned = _plan(model, strategy)
-    count, kept = _blocks(model, strategy, batch)
+    repeated = [layer for _, layer in blocks(model) if _keras.sublayers(layer)]
+    count, kept = _blocks(repeated, strategy, batch)
+    between, elsewhere = _between(model, repeated, strategy, batch)
     recurrent = dict(_recurrent(layers))
     return Levers(
         in_float32=frozenset(layer.name for layer in layers if layer.compute_dtype == "float32"),
@@ -185,6 +193,8 @@ def levers_of(model: Any, strategy: Strategy, batch: Any, steps: int) -> Levers:
         steps=steps,
         topology=strategy.topology,
         orders=orders_of(strategy),
+        between=between,
+        between_bytes=elsewhere,
     )
 
 
@@ -234,13 +244,45 @@ def _plan(model: Any, strategy: Strategy) -> tuple[str, int]:
     return name, total
 
 
-def _blocks(model: Any, strategy: Strategy, batch: Any) -> tuple[int, int]:
+def _blocks(repeated: list, strategy: Strategy, batch: Any) -> tuple[int, int]:
     """The number of repeated blocks without remat, and the bytes of their outputs on a device."""
-    found = [layer for _, layer in blocks(model) if _keras.sublayers(layer)]
-    if strategy.options.remat is not None or len(found) < 2:
+    if strategy.options.remat is not None or len(repeated) < 2:
         return 0, 0
-    sizes = [_output_bytes(layer, strategy, batch) for layer in found]
-    return (len(found), sum(sizes)) if all(sizes) else (0, 0)
+    sizes = [_output_bytes(layer, strategy, batch) for layer in repeated]
+    return (len(repeated), sum(sizes)) if all(sizes) else (0, 0)
+
+
+def _between(
+    model: Any, repeated: list, strategy: Strategy, batch: Any
+) -> tuple[Planner | None, int]:
+    """The plan with a part of the times between blocks on each device, and the bytes that go.
+
+    The inputs of kernels are whole again while a block is computed, so only what recomputed blocks
+    keep is counted: their outputs.
+    """
+    layout = strategy.layouts.layout
+    if not isinstance(layout, Planner) or strategy.options.remat is None or layout.kind == "fsdp":
+        return None, 0
+    if layout.between_blocks != "whole" or len(repeated) < 2:
+        return None, 0
+    planner = replace(layout, between_blocks="auto")
+    between = planner.plan(model, strategy.mesh, strategy.data_axes).between
+    if between is None:
+        return None, 0
+    ways, rows = split_ways(strategy.mesh, (between.axes,)), keras.tree.flatten(batch)[0].shape[0]
+    length = count_tokens(batch[0]) // rows
+    kept = sum(
+        _output_bytes(layer, strategy, batch)
+        for layer in repeated
+        if _is_sequence(layer, length, ways)
+    )
+    return (planner, kept - kept // ways) if kept else (None, 0)
+
+
+def _is_sequence(layer: Any, length: int, ways: int) -> bool:
+    """Whether a layer's output is `(batch, time, features)`, its time divisible."""
+    shape = getattr(getattr(layer, "output", None), "shape", ())
+    return len(shape) == 3 and not (shape[1] or length) % ways
 
 
 def _output_bytes(layer: Any, strategy: Strategy, batch: Any) -> int:
@@ -320,6 +362,10 @@ def _smaller(run: "DryRun", levers: Levers) -> list[Change]:
         kept = levers.block_bytes + activations // levers.blocks
         line = 'TPUStrategy(..., remat="full")'
         found.append(Change("remat", "memory", total, total - activations + kept, line, "full"))
+    if levers.between is not None:
+        after = total - min(levers.between_bytes, activations)
+        line = f"TPUStrategy(..., layout={planner_code(levers.between)})"
+        found.append(Change("between", "memory", total, after, line, levers.between))
     if levers.logits_bytes > PIECE_BYTES:
         after = total - min(levers.logits_bytes - PIECE_BYTES, activations)
         found.append(Change("head", "memory", total, after, _IN_PIECES, "pieces"))

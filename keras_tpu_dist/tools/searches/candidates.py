@@ -10,7 +10,7 @@ from keras_tpu_dist.common.errors import value_error
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named
+from keras_tpu_dist.layout.planner import BOTH, Planner, layout_named, planner_code
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.tools.hlo import Wire, seconds_over
@@ -95,13 +95,9 @@ def _layout_code(layout: Any) -> str:
         return json.dumps(layout)
     if isinstance(layout, LayoutRules):
         return repr(list(layout.rules))
-    if not isinstance(layout, Planner):
-        return repr(layout) if isinstance(layout, list) else "layout"
-    options = [f"{f.name}={getattr(layout, f.name)!r}" for f in fields(layout)[1:]]
-    usual = [f"{f.name}={f.default!r}" for f in fields(layout)[1:]]
-    other = [option for option in options if option not in usual]
-    kind = json.dumps(layout.kind)
-    return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
+    if isinstance(layout, Planner):
+        return planner_code(layout)
+    return repr(layout) if isinstance(layout, list) else "layout"
 
 
 def candidates_of(among: Any) -> list[Candidate]:
