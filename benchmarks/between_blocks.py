@@ -3,6 +3,7 @@
     python benchmarks/between_blocks.py                  # data 4 x model 4, effort exact
     python benchmarks/between_blocks.py --effort quick
     python benchmarks/between_blocks.py --scanned        # fsdp 4 x model 4, one loop, recomputed
+    python benchmarks/between_blocks.py --rings          # with products that XLA cuts into rings
 
 A decoder of two layers (width 2048, 16 heads, MLP 8192, 2,048 tokens a row, bfloat16) under
 `Planner("tensor_parallel", between_blocks=...)` on v5e:4x4: collectives over the tensor axis, bytes
@@ -17,10 +18,13 @@ from collections import Counter
 
 from published import Decoder
 
+from keras_tpu_dist.hardware.compiler_options import OVERLAP
 from keras_tpu_dist.layout.planner import Planner
 from keras_tpu_dist.show.text import duration_text, size_text, text_table
 
 TOPOLOGY = "v5e:4x4"
+# Every product that is split is cut, however small.
+RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0}
 HEADER = (
     *("between", "over model", "sent over model", "sent in all", "temporaries", "cycles"),
     *("not overlapped", "step"),
@@ -40,7 +44,14 @@ def row(between_blocks: str, asked: argparse.Namespace) -> tuple[str, ...]:
     kind = "auto" if asked.scanned else "tensor_parallel"
     planner = Planner(kind, memory_bytes=1, between_blocks=between_blocks)
     remat = "full" if asked.scanned else None
-    strategy = ktd.TPUStrategy(mesh, planner, topology=TOPOLOGY, remat=remat, head="whole")
+    strategy = ktd.TPUStrategy(
+        mesh,
+        planner,
+        topology=TOPOLOGY,
+        remat=remat,
+        head="whole",
+        compiler_options={**OVERLAP, **RINGS} if asked.rings else "auto",
+    )
     layers = 4 if asked.scanned else 2
     run = ktd.dry_run(
         lambda: build(layers, asked.scanned), strategy, batch_size=16, effort=asked.effort
@@ -68,6 +79,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--effort", choices=["quick", "exact"], default="exact")
     arguments.add_argument("--scanned", action="store_true")
+    arguments.add_argument("--rings", action="store_true")
     asked = arguments.parse_args()
     print(text_table(HEADER, [row(choice, asked) for choice in ("whole", "split")]))
 
