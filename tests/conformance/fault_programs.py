@@ -180,6 +180,29 @@ def _reduction(number: int) -> Case:
     return Case(of_rows, (np.arange(2 * number, dtype=np.float32),), (_ROWS,), {"data": number})
 
 
+def _order(number: int) -> Case:
+    data = number // 4
+    result = PartitionSpec(("model", "data"), "fsdp")
+
+    def product(mesh):
+        def of(x, kernel):
+            made = x @ kernel
+            return lax.with_sharding_constraint(made, NamedSharding(mesh, result))
+
+        return of
+
+    x = np.arange(4.0 * data * 2, dtype=np.float32).reshape(4 * data, 2)
+    kernel = np.random.default_rng(0).random((2, 4), np.float32)
+    return Case(
+        product,
+        (x, kernel),
+        (PartitionSpec(None, "fsdp"), PartitionSpec("fsdp")),
+        {"data": data, "fsdp": 2, "model": 2},
+        expected=lambda x, kernel: x @ kernel,
+        result=result,
+    )
+
+
 def _sums(number: int) -> Case:
     data = number // 2
 
@@ -256,6 +279,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "Slice at a place beyond the end": _slice,
     "Windows and steps along a split dimension": _windows,
     "Reductions by a function": _reduction,
+    "Products in another order than the devices": _order,
     "Sums over dimensions that are split differently": _sums,
     "Rows exchanged in a branch": _branch,
 }

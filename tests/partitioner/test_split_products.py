@@ -12,17 +12,53 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_tpu_dist.hardware.mesh import auto_mesh
 from keras_tpu_dist.programs.partitioner import Jitted
 
-PRODUCTS = ("btnh,btnr->hr", "bth,btr->hr", "btn,btnr->r", "btn,btn->", "btnh,btr->nhr")
+PRODUCTS = (
+    *("btnh,btnr->hr", "bth,btr->hr", "btn,btnr->r", "btn,btn->", "btnh,btr->nhr"),
+    *("nr,btn->btr", "bn,nr->br", "btr,btr->br"),
+)
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
 
 
 def drawn_axes(dice: random.Random, rank: int, mesh: dict[str, int]) -> PartitionSpec:
-    """A layout, in which most axes split some dimension."""
+    """A layout, in which most axes split some dimension, in any order."""
     dims: list[tuple[str, ...]] = [() for _ in range(rank)]
-    for name in mesh if rank else ():
+    for name in dice.sample([*mesh], len(mesh)) if rank else ():
         if dice.random() < 0.8:
             dims[dice.randrange(rank)] += (name,)
     return PartitionSpec(*(axes or None for axes in dims))
+
+
+def gradients(of):
+    return jax.grad(lambda *operands: 2 * jnp.sum(of(*operands)), argnums=(0, 1))
+
+
+def in_a_loop(of):
+    def run(*operands):
+        def step(scale, _):
+            return scale + 1, of(*(operand * scale for operand in operands))
+
+        return lax.scan(step, jnp.float32(1), None, length=3)[1]
+
+    return run
+
+
+def in_a_branch(of):
+    def run(*operands):
+        # One number of it, for which the operand is reshaped.
+        small = operands[0].ravel()[0] > -10
+        return lax.cond(small, lambda: of(*operands), lambda: of(*(2 * o for o in operands)))
+
+    return run
+
+
+# How a program may have a product.
+WAYS = {
+    "plain": lambda of: of,
+    "gradients": gradients,
+    "recomputed": lambda of: gradients(jax.checkpoint(of)),
+    "in a loop": in_a_loop,
+    "in a branch": in_a_branch,
+}
 
 
 def program(dice, mesh):
@@ -47,8 +83,8 @@ def program(dice, mesh):
     return product, of, (*specs, result)
 
 
-def wrong(axes, seed, count):
-    """Drawn products that differ from one device, and how many are computed otherwise."""
+def wrong(axes, seed, count, way="plain"):
+    """Drawn products that differ from one device, and those that are computed otherwise."""
     mesh = auto_mesh(np.asarray(jax.devices()).reshape(*axes.values()), tuple(axes))
     dice, rng = random.Random(seed), np.random.default_rng(seed)
     found, repaired = [], []
@@ -58,9 +94,11 @@ def wrong(axes, seed, count):
         shapes = [[sizes[name] for name in names] for names in product.split("->")[0].split(",")]
         # Small whole numbers, whose sums have no rounding.
         operands = [rng.integers(-4, 5, shape).astype("float32") for shape in shapes]
-        jitted = Jitted(of, mesh, lambda *args: [None, None], keep=repaired.extend)
-        if not np.array_equal(jitted(*operands), np.einsum(product, *operands)):
-            found.append((product, *layouts))
+        jitted = Jitted(WAYS[way](of), mesh, lambda *args: [None, None], keep=repaired.extend)
+        plain = WAYS[way](lambda *both, product=product: jnp.einsum(product, *both))
+        pairs = zip(jax.tree.leaves(jitted(*operands)), jax.tree.leaves(plain(*operands)))
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            found.append((product, *layouts, sizes))
     return found, repaired
 
 
@@ -73,9 +111,34 @@ def test_products_are_equal_to_one_device(axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_many_products_are_equal_to_one_device(axes):
-    found, _ = wrong(axes, seed=1, count=400)
+@pytest.mark.parametrize("way", WAYS)
+def test_many_products_are_equal_to_one_device(axes, way):
+    found, repaired = wrong(axes, seed=1, count=400 if way == "plain" else 100, way=way)
     assert not found
+    assert repaired
+
+
+@pytest.mark.parametrize("summed", ["data", "fsdp", "model"])
+def test_a_convolution_in_another_order_than_the_devices(summed):
+    axes = {"data": 2, "fsdp": 2, "model": 2}
+    mesh = auto_mesh(np.asarray(jax.devices()).reshape(*axes.values()), tuple(axes))
+    order = tuple(name for name in reversed(axes) if name != summed)
+
+    def laid_out(array, *spec):
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def convolved(x, kernel):
+        numbers = ("NHC", "HIO", "NHC")
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers)
+
+    def of(x, kernel):
+        made = convolved(laid_out(x, None, None, summed), laid_out(kernel, None, summed))
+        return laid_out(made, order, None, summed)
+
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.integers(-4, 5, (n, 8, 8)).astype("float32") for n in (8, 3))
+    found = Jitted(of, mesh, lambda *args: [None, None])(x, kernel)
+    np.testing.assert_array_equal(found, convolved(x, kernel))
 
 
 def test_a_product_over_rows_alone_is_left_as_written():

@@ -68,16 +68,24 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 def _groups(
     places: list[tuple[int, int]], equation: Any, spread: Spread
 ) -> list[list[tuple[int, int]]]:
-    """Summed dimensions that an axis may split, those of one class together."""
-    left = equation.invars[0]
+    """Summed dimensions that an axis may split, parts of one dimension together."""
     groups: list[list[tuple[int, int]]] = []
     for pair in places:
-        same = [g for g in groups if spread.in_one_class(left, g[0][0], left, pair[0])]
+        same = [group for group in groups if _were_one(equation, group[0], pair, spread)]
         if same:
             same[0].append(pair)
         else:
             groups.append([pair])
     return groups
+
+
+def _were_one(equation: Any, one: tuple[int, int], other: tuple[int, int], spread: Spread) -> bool:
+    """Whether two summed dimensions are parts of one, and the program does not split them
+    differently in the two operands."""
+    sides = zip(equation.invars, one, other, strict=True)
+    (left, asked_left), (right, asked_right) = (spread.parts_of_one(*side) for side in sides)
+    differ = asked_left and asked_right and asked_left != asked_right
+    return (left or right) and not differ
 
 
 def _axes(equation: Any, places: tuple[int, int], spread: Spread) -> frozenset[str]:

@@ -40,6 +40,7 @@ class Classes:
         self._parents: list[int] = []
         self._axes: dict[int, set[str]] = {}
         self._asked: dict[int, set[str]] = {}
+        self._layouts: dict[int, set[tuple[str, ...]]] = {}
 
     def axes(self, atom: Any, dimension: int) -> frozenset[str]:
         """The mesh axes that may split a dimension.
@@ -56,6 +57,15 @@ class Classes:
         See `axes`.
         """
         return self._known(self._asked, atom, dimension)
+
+    def layouts(self, atom: Any, dimension: int) -> set[tuple[str, ...]]:
+        """The axes, in their order, that are given or requested for a dimension or one like it.
+
+        See `axes`.
+        """
+        node = self._nodes.get((atom, dimension)) if not isinstance(atom, core.Literal) else None
+        known = set() if node is None else self._layouts.get(self._root(node), set())
+        return {tuple(name for name in axes if name not in self.manual) for axes in known} - {()}
 
     @property
     def open_axes(self) -> frozenset[str]:
@@ -127,19 +137,6 @@ class Classes:
         self._seed(atom, axes, self._axes)
         self._seed(atom, axes, self._asked)
 
-    def in_one_class(self, one: Any, i: int, other: Any, j: int) -> bool:
-        """Whether two dimensions may be split like one another, such as the parts of a reshape.
-
-        Args:
-            one: A value of the program; a literal is in no class.
-            i: The number of its dimension.
-            other: Another value, or the same.
-            j: The number of the other's dimension.
-        """
-        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
-            return False
-        return self._root(self._node(one, i)) == self._root(self._node(other, j))
-
     def link(self, one: Any, i: int, other: Any, j: int, repeats: bool = True) -> None:
         """Puts two dimensions into one class, unless one of them is only repeated.
 
@@ -170,7 +167,7 @@ class Classes:
         mine, yours = self._root(self._node(one, i)), self._root(self._node(other, j))
         if mine != yours:
             self._parents[mine] = yours
-            for known in (self._axes, self._asked):
+            for known in (self._axes, self._asked, self._layouts):
                 if axes := known.pop(mine, None):
                     known.setdefault(yours, set()).update(axes)
 
@@ -201,10 +198,11 @@ class Classes:
 
     def _seed(self, atom: Any, axes: Axes, into: dict[int, set[str]]) -> None:
         for dimension, names in enumerate(axes):
-            names = {name for name in names if name in self.sizes}
+            names = tuple(name for name in names if name in self.sizes)
             if names and not isinstance(atom, core.Literal):
                 node = self._root(self._node(atom, dimension))
                 into.setdefault(node, set()).update(names)
+                self._layouts.setdefault(node, set()).add(names)
 
     def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
         if isinstance(atom, core.Literal):
@@ -241,17 +239,76 @@ class Spread(Classes):
     def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):
         super().__init__(mesh)
         self._linked: set[int] = set()
+        # Where a value comes from: the equation, and the values of other programs that it is, each
+        # with the number of dimensions that it has more.
+        self._made: dict[Any, Any] = {}
+        self._is: dict[Any, list[tuple[Any, int]]] = {}
         for atom, axes in zip(opened(jaxpr).invars, inputs, strict=True):
             self.give(atom, axes)
         for atom, axes in zip(opened(jaxpr).outvars, outputs, strict=True) if outputs else ():
             self.give(atom, axes)
         self._link_program(opened(jaxpr))
 
+    def parts_of_one(self, atom: Any, i: int, j: int) -> tuple[bool, set[tuple]]:
+        """Whether two dimensions of a value were one, of which a reshape made two.
+
+        Args:
+            atom: A value of the program.
+            i: The number of a dimension.
+            j: The number of another one.
+
+        Returns:
+            Whether they were, and the axes of the two that the program asks for on the way.
+        """
+        parts, asked, seen = False, set(), set()
+        waiting = [(atom, i, j)]
+        while waiting:
+            place = atom, i, j = waiting.pop()
+            # What a loop carries comes from itself, too.
+            if isinstance(atom, core.Literal) or place in seen:
+                continue
+            seen.add(place)
+            sources, is_one = self._sources(atom, i, j)
+            parts = parts or is_one
+            # A dimension that a loop stacks is none of the stacked values.
+            if not is_one and (not sources or min(i, j) < 0):
+                return False, asked
+            asked |= self._asked_there(atom, i, j)
+            waiting += sources
+        return parts, asked
+
+    def _sources(self, atom: Any, i: int, j: int) -> tuple[list[tuple[Any, int, int]], bool]:
+        """Where both dimensions of a value come from; whether that is one dimension."""
+        if (values := self._is.get(atom)) is not None:
+            return [(value, i + more, j + more) for value, more in values], False
+        equation = self._made.get(atom)
+        if equation is None:
+            return [], False
+        if equation.primitive.name != "reshape":
+            return _with_both(equation, equation.outvars.index(atom), i, j), False
+        operand, before = equation.invars[0], {}
+        for old, new in regrouped(operand.aval.shape, atom.aval.shape):
+            large = [d for d in old if operand.aval.shape[d] > 1]
+            before.update((d, large) for d in new)
+        one, other = before.get(i, []), before.get(j, [])
+        if len(one) != 1 or len(other) != 1:
+            return [], False
+        return ([], True) if one == other else ([(operand, *one, *other)], False)
+
+    def _asked_there(self, atom: Any, i: int, j: int) -> set[tuple]:
+        """The axes of two dimensions that the program asks for, if a value is such a request."""
+        equation = self._made.get(atom)
+        if equation is None or equation.primitive.name != "sharding_constraint":
+            return set()
+        axes = [*spec_axes(equation.params["sharding"]), *[()] * rank(atom)]
+        return {(tuple(axes[i]), tuple(axes[j]))} if axes[i] or axes[j] else set()
+
     def _link_program(self, jaxpr: Any) -> None:
         if id(jaxpr) in self._linked:
             return
         self._linked.add(id(jaxpr))
         for equation in jaxpr.eqns:
+            self._made.update(dict.fromkeys(equation.outvars, equation))
             if self._link_simple(equation):
                 continue
             called = calls(equation)
@@ -304,17 +361,32 @@ class Spread(Classes):
         inputs, outputs = call.jaxpr.invars, call.jaxpr.outvars
         of_operand = dict(zip(call.operands, inputs, strict=False))
         pairs = [
-            *((equation.invars[i], own) for i, own in of_operand.items()),
+            *((own, equation.invars[i]) for i, own in of_operand.items()),
             *((equation.outvars[i], own) for i, own in zip(call.results, outputs, strict=False)),
             *((of_operand[i], own) for i, own in zip(call.carried, outputs, strict=False)),
         ]
-        for outer, own in pairs:
-            shift = rank(outer) - rank(own)
-            if not shift:
-                self.link_positions(outer, own)
+        for value, source in pairs:
             # Values that a loop slices or stacks have one more dimension outside.
-            for dimension in range(rank(own)) if shift else ():
-                self.link(outer, dimension + shift, own, dimension)
+            more = rank(source) - rank(value)
+            self._is.setdefault(value, []).append((source, more))
+            if not more:
+                self.link_positions(value, source)
+            for dimension in range(min(rank(source), rank(value))) if more else ():
+                self.link(value, dimension + max(-more, 0), source, dimension + max(more, 0))
+
+
+def _with_both(equation: Any, number: int, i: int, j: int) -> list[tuple[Any, int, int]]:
+    """The operands of which both dimensions of a result are dimensions, with their numbers."""
+    known = dimensions(equation)
+    places: dict[tuple[int, int], int] = {}
+    for step in known.mapped if known is not None else ():
+        if step.result == number:
+            places[step.operand, step.to] = step.dimension
+    return [
+        (operand, places[at, i], places[at, j])
+        for at, operand in enumerate(equation.invars)
+        if (at, i) in places and (at, j) in places
+    ]
 
 
 def _unknown(classes: Classes, equation: Any) -> None:

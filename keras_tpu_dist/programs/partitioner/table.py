@@ -17,6 +17,7 @@ from keras_tpu_dist.programs.partitioner import (
     convolution,
     indices,
     lookups,
+    orders,
     products,
     reductions,
     scatter,
@@ -150,6 +151,16 @@ FAULTS = (
         "the dimension is not split there",
         reductions.candidate,
         reductions.repaired,
+    ),
+    Fault(
+        "Products in another order than the devices",
+        orders.PRIMITIVES,
+        "where a product sums over one axis, and its result has one dimension split over that axis "
+        "and another one over two others, in another order than the devices are numbered, the "
+        "parts along this dimension are exchanged with one another",
+        "the sum is whole on every device before it is split",
+        orders.candidate,
+        orders.repaired,
     ),
     Fault(
         "Sums over dimensions that are split differently",
