@@ -94,6 +94,8 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[ran
 def _reshape(equation: Any) -> Dimensions:
     """A dimension's factors, the first of which is what its first parts are."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if 0 in before:  # any other dimensions may be lost or new
+        return Dimensions()
     mapped = []
     for old, new in regrouped(before, after):
         ends = [_ends(before, old), _ends(after, new)]

@@ -149,6 +149,9 @@ CASES = {
         X,
     ),
 }
+if hasattr(kl, "TernaryDense"):  # from Keras 3.16 on
+    CASES["TernaryDense"] = (lambda: kl.TernaryDense(8), None, X)
+    CASES["ternary"] = (quantized("ternary"), None, X)
 SLOW = set(CASES) - {"Normalization", "IntegerLookup", "Keeps", "Words"}
 EACH = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 
@@ -269,7 +272,7 @@ def test_every_layer_of_keras_with_a_door_of_its_own_is_here():
         *("Dense", "EinsumDense", "Embedding", "ReversibleEmbedding"),
         *(f"Conv{n}D" for n in (1, 2, 3)),
         *(f"Convolution{n}D" for n in (1, 2, 3)),
-        "TorchModuleWrapper",
+        *("TernaryDense", "TorchModuleWrapper"),
     }
     assert found <= here
 

@@ -91,6 +91,8 @@ ROWS = {
     "a layer that names others after itself": (lambda: Block(), VECTOR),
     "a quantized layer": (lambda: L.Dense(4, dtype="int8_from_float32"), VECTOR),
 }
+if hasattr(L, "TernaryDense"):  # from Keras 3.16 on
+    ROWS["TernaryDense"] = (lambda: L.TernaryDense(4), VECTOR)
 _POOLING = [
     f"{kind}{pool}{d}D"
     for kind in ("Average", "Max", "GlobalAverage", "GlobalMax", "AdaptiveAverage", "AdaptiveMax")
@@ -102,7 +104,7 @@ _PLAIN = """
     CategoryEncoding CenterCrop Concatenate ContrastLimitedAdaptiveHistogramEqualization CutMix
     Discretization Dot ELU Equalization Flatten FlaxLayer GaussianDropout GaussianNoise
     HashedCrossing Hashing Identity InputLayer IntegerLookup JaxLayer Lambda Layer LeakyReLU
-    Masking MaxNumBoundingBoxes Maximum MelSpectrogram Minimum MixUp Multiply Permute ReLU
+    Masking MaxNumBoundingBoxes Maximum MelSpectrogram Minimum MixUp Mosaic Multiply Permute ReLU
     RandAugment RandomBrightness RandomColorDegeneration RandomColorJitter RandomContrast
     RandomCrop RandomElasticTransform RandomErasing RandomFlip RandomGaussianBlur RandomGrayscale
     RandomHue RandomInvert RandomPerspective RandomPosterization RandomRotation RandomSaturation

@@ -13,6 +13,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 
+KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 WIDTH, DEPTH = 512, 6
 TOTAL = 4 * DEPTH * (WIDTH * WIDTH + WIDTH)
 
@@ -161,9 +162,14 @@ def test_weights_of_a_directory_that_keras_skips_are_said(loads, where, tmp_path
             other.compile("adam", "mse")
             other.load_weights(tmp_path)
         text = "weights of model 'sequential"
-        assert caplog.text.count(text) == 1
-        assert "were not loaded from" in caplog.text
-        assert "and call load_weights" in caplog.text
+        # Keras 3.16 gives a model that it loads the paths of the saved one.
+        is_loaded = other.layers[0].kernel.path == model.layers[0].kernel.path
+        assert is_loaded == (loads == "load_model" and KERAS >= (3, 16))
+        kernels = [np.asarray(one.layers[0].kernel) for one in (model, other)]
+        assert np.array_equal(*kernels) or not is_loaded
+        assert caplog.text.count(text) == (0 if is_loaded else 1)
+        assert is_loaded or "were not loaded from" in caplog.text
+        assert is_loaded or "and call load_weights" in caplog.text
         caplog.clear()
         # The model of the same names: all of it is loaded, and there is nothing to say.
         model.layers[0].kernel.assign(model.layers[0].kernel * 0)

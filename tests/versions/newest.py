@@ -87,7 +87,11 @@ CHECKS: dict[str, Check] = {
         r"^(v\d|tpu|\?).*, .*: ",
     ),
     "verifications": Check(
-        (*_CONFORMANCE, "--kind", "model", "--only", "2x2x2, even, auto", "--cases", "12"),
+        (
+            *(*_CONFORMANCE, "--kind", "model", "--only", "2x2x2, even, auto", "--cases", "12"),
+            # An image model takes the compiler minutes.
+            *("--timeout", "900"),
+        ),
         (),
         3600,
         **_RUN,
