@@ -338,6 +338,47 @@ def test_what_is_unknown_is_an_error_that_names_it(line, why):
     assert "to verify the rest" in said
 
 
+FUSED = """%fused (p: f32[2,3]) -> f32[2,3] {
+  %p = f32[2,3]{1,0} parameter(0)
+  ROOT %n = f32[2,3]{1,0} negate(%p)
+}
+
+"""
+
+
+def fused(reverse, kind="f32[2,3]{1,0}"):
+    config = f'{{"flag_configs":[],"window_config":{{"is_mask":false,{reverse}}}}}'
+    line = f"ROOT %f = {kind} fusion(%p0), kind=kLoop, calls=%fused, backend_config={config}"
+    return program(["f32[2,3]{1,0}"], line, before=FUSED)
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [('"0"', np.s_[::-1]), ('"1"', np.s_[:, ::-1]), ('"0","1"', np.s_[::-1, ::-1]), ("", np.s_[:])],
+)
+def test_a_fusion_may_write_in_reverse(dims, expected):
+    """libtpu 0.0.52 says it in the configuration of the fusion alone."""
+    text = fused(f'"output_reverse_dimensions":[{dims}]')
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    np.testing.assert_array_equal(ran(text, [[x]])[0][0], -x[expected])
+
+
+@pytest.mark.parametrize(
+    ("reverse", "kind", "name"),
+    [
+        ('"input_reverse_dimensions":["1"]', "f32[2,3]{1,0}", "input_reverse_dimensions"),
+        (
+            '"output_reverse_dimensions":["1"]',
+            "(f32[2,3]{1,0}, f32[2,3]{1,0})",
+            "output_reverse_dimensions",
+        ),
+    ],
+)
+def test_another_reverse_is_refused(reverse, kind, name):
+    with pytest.raises(CannotRun, match=f"its configuration has '{name}', which is not known here"):
+        runnable(parse(fused(reverse, kind)), range(1))
+
+
 def test_attributes_are_read_whole():
     text = program(
         ["f32[4]"],

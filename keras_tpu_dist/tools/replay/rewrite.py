@@ -6,7 +6,7 @@ moved or exchanged stays so. What changes is how it is written down:
 - partitions become replicas, and groups of devices are written out;
 - tiles and memory spaces go. A bitcast means the bytes of a layout, so it becomes a transpose, a
   reshape and a transpose;
-- fusions become calls;
+- fusions become calls, and a reverse if they write in reverse;
 - what is started and finished apart is computed at its start;
 - operands whose dtypes differ, which the TPU has no objection to, are converted;
 - hand-written kernels are replaced by computations that are given for them.
@@ -15,6 +15,7 @@ moved or exchanged stays so. What changes is how it is written down:
 elementwise and XLA's CPU compiler knows it. Anything else is an error, never a guess.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,6 +63,9 @@ _DROPPED = {
     "sharding",
     "use_global_device_ids",
 }
+# From libtpu 0.0.52 on, a fusion may write its result in reverse, and says so nowhere else.
+_REVERSE = re.compile(r'"(\w*reverse\w*)":\[([^\]]+)\]')
+_WRITES_IN_REVERSE = "output_reverse_dimensions"
 # What XLA's CPU client can reduce over devices; truth values also by and, or.
 _REDUCED = {"add", "maximum", "minimum", "multiply"}
 # The dtype of a product of two integers, whole.
@@ -231,6 +235,25 @@ class _Rewriter:
         )
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
+        reverses = dict(_REVERSE.findall(instruction.attribute("backend_config") or ""))
+        if not reverses:
+            yield from self._called(computation, instruction)
+            return
+        dims = reverses.pop(_WRITES_IN_REVERSE, "").replace('"', "")
+        if reverses or len(instruction.shapes) != 1:
+            words = ", ".join(map(repr, [*reverses, *([_WRITES_IN_REVERSE] if dims else [])]))
+            raise cannot_run(instruction, f"its configuration has {words}, which is not known here")
+        forward = Instruction(
+            f"{instruction.name}.forward",
+            instruction.opcode,
+            instruction.type_text,
+            instruction.operands,
+            instruction.attributes,
+        )
+        yield from self._called(computation, forward)
+        yield self._written(instruction, "reverse", f"dimensions={{{dims}}}", f"%{forward.name}")
+
+    def _called(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         called = attributes_of(instruction)["calls"]
         inner = self.program.computations[called.lstrip("%")]
         wanted = [parameter.shapes for parameter in inner.parameters]
