@@ -168,8 +168,7 @@ class Classes:
         if mine != yours:
             self._parents[mine] = yours
             for known in (self._axes, self._asked, self._layouts):
-                if axes := known.pop(mine, None):
-                    known.setdefault(yours, set()).update(axes)
+                _move(known, mine, yours)
 
     def link_positions(self, one: Any, other: Any) -> None:
         """Links the dimensions of two values of the same rank, one by one.
@@ -209,6 +208,12 @@ class Classes:
             return frozenset()
         node = self._nodes.get((atom, dimension))
         return frozenset(() if node is None else known.get(self._root(node), ())) - self.manual
+
+
+def _move(known: dict[int, set[Any]], mine: int, yours: int) -> None:
+    """Gives what is known of one class to another."""
+    if found := known.pop(mine, None):
+        known.setdefault(yours, set()).update(found)
 
 
 def spec_axes(sharding: Any) -> Axes:
