@@ -30,8 +30,9 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """The product of operands whose summed dimensions are split alike, or `None` if they are.
 
-    An axis that may split several of them splits the first. Parts of a reshaped dimension count as
-    one, and are left to the compiler: which of them an axis splits is the same in both operands.
+    An axis that may split several of them splits the first. Parts of one dimension of an operand,
+    of which a reshape made several, count as one and are left to the compiler, unless the program
+    asks for different layouts of the two operands.
 
     Args:
         equation: The product.
