@@ -374,6 +374,9 @@ add(
     padded=dict(inputs=padded_ids, call=unpadded),
 )
 add("GroupQueryAttention", floats(WIDE), 8, 4, 1, call=causal, one={})
+if hasattr(kl, "TernaryDense"):  # from Keras 3.16 on
+    add("GroupedQueryAttention", floats(WIDE), 8, 4, 2, call=self_attention, self={})
+    add("TernaryDense", floats(WIDE), 8, plain={}, threshold=dict(threshold=0.2))
 on_keys = dict(inputs=both(cross, mask_of(6), mask_of(4)), call=keyed)
 add(
     "Attention",
@@ -493,6 +496,8 @@ add(
 )
 fixed = seeded | unit
 each("CutMix MixUp RandomGrayscale RandomFlip", images, fixed=seeded)
+if hasattr(kl, "Mosaic"):  # from Keras 3.16 on
+    add("Mosaic", images, fixed=seeded)
 each("RandomErasing RandomInvert RandomGaussianBlur", images, fixed=fixed)
 each(
     "RandomBrightness RandomContrast RandomColorDegeneration RandomHue RandomSaturation "

@@ -526,6 +526,39 @@ LEFT_OUT: dict[str, str] = {
 }
 
 
+# From Keras 3.16 on.
+NEWEST = {
+    "column_stack/matrices": lambda p: ops.column_stack([p.x, p.vec]),
+    "column_stack/rows": lambda p: ops.column_stack([p.row, 2 * p.row]),
+    "copysign/batch": lambda p: ops.copysign(p.x, p.y),
+    "cov/batch": lambda p: ops.cov(p.x),
+    "cov/features": lambda p: ops.cov(ops.transpose(p.x)),
+    "float_power/batch": lambda p: ops.float_power(ops.abs(p.x) + 0.5, p.y),
+    "gammainc/batch": lambda p: ops.gammainc(ops.abs(p.x) + 0.5, ops.abs(p.y) + 0.5),
+    "grad/batch": lambda p: ops.grad(lambda a: ops.sum(ops.sin(a) * p.y))(p.x),
+    "image.reconstruct_patches/both": lambda p: ops.image.reconstruct_patches(
+        ops.sin(ops.image.extract_patches(p.image, 2)), 2
+    ),
+    "lgamma/batch": lambda p: ops.lgamma(ops.abs(p.x) + 0.5),
+    "matrix_power/batched": lambda p: ops.matrix_power(p.square, 3),
+}
+
+
+def all_names() -> list[str]:
+    """Every public function, those of a submodule with its name where `keras.ops` lacks them."""
+    names = {n for n in dir(ops) if not n.startswith("_") and callable(getattr(ops, n))}
+    for part, module in inspect.getmembers(ops, inspect.ismodule):
+        if not part.startswith("_"):
+            own = {n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))}
+            names |= {f"{part}.{n}" for n in own if not hasattr(ops, n)}
+    return sorted(names)
+
+
+def _newest():
+    known = set(all_names())
+    return [(name, case) for name, case in NEWEST.items() if name.split("/")[0] in known]
+
+
 def _cases():
     smooth = [*_unary(UNARY), *_binary(BINARY), *_along(REDUCTIONS), *_kept(REDUCTIONS)]
     smooth += [
@@ -534,6 +567,7 @@ def _cases():
         *_images(),
         *SMOOTH.items(),
         *more.SMOOTH.items(),
+        *_newest(),
     ]
     for mode in PAD_MODES:
         smooth.append((f"pad/{mode}", _padded(((2, 1), (0, 0)), mode)))
@@ -548,13 +582,3 @@ def _cases():
 
 
 CASES: tuple[Case, ...] = _cases()
-
-
-def all_names() -> list[str]:
-    """Every public function, those of a submodule with its name where `keras.ops` lacks them."""
-    names = {n for n in dir(ops) if not n.startswith("_") and callable(getattr(ops, n))}
-    for part, module in inspect.getmembers(ops, inspect.ismodule):
-        if not part.startswith("_"):
-            own = {n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))}
-            names |= {f"{part}.{n}" for n in own if not hasattr(ops, n)}
-    return sorted(names)

@@ -296,7 +296,8 @@ BY_TARGET: dict[str, dict[str, str]] = {
         "binary": "BinaryCrossentropy BinaryFocalCrossentropy Dice Hinge SquaredHinge Tversky",
         "classes": "CategoricalCrossentropy CategoricalFocalCrossentropy "
         "CategoricalHinge KLDivergence",
-        "labels": "CategoricalGeneralizedCrossEntropy SparseCategoricalCrossentropy",
+        "labels": "CategoricalGeneralizedCrossEntropy SparseCategoricalCrossentropy "
+        "SparseCategoricalFocalCrossentropy",
         "numbers": "CosineSimilarity Huber LogCosh MeanAbsoluteError MeanSquaredError",
         "positive": "MeanAbsolutePercentageError MeanSquaredLogarithmicError Poisson",
         "distances": "Circle",

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import assert_close, built, sequential
+from keras.src.backend.common import masking
 
 import keras_tpu_dist as ktd
 
@@ -31,7 +32,7 @@ class Masking(L.Layer):
 
     def call(self, x):
         y = x * 2.0
-        keras.src.backend.set_keras_mask(y, keras.ops.any(x > 0, axis=-1))
+        masking.set_keras_mask(y, keras.ops.any(x > 0, axis=-1))
         return y
 
     def compute_output_shape(self, shape):
@@ -115,7 +116,7 @@ def test_of_a_layer_that_says_it_in_call(remat):
 def test_of_a_tensor_that_is_split():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
     tensor = keras.ops.ones((8, 4, 6))
-    keras.src.backend.set_keras_mask(tensor, keras.ops.ones((8, 4), "bool"))
+    masking.set_keras_mask(tensor, keras.ops.ones((8, 4), "bool"))
     with strategy.scope():
         split = strategy.experimental_split_to_logical_devices(tensor, [1, 1, 2])
-    assert keras.src.backend.get_keras_mask(split) is keras.src.backend.get_keras_mask(tensor)
+    assert masking.get_keras_mask(split) is keras.src.backend.get_keras_mask(tensor)
