@@ -119,4 +119,4 @@ def test_of_a_tensor_that_is_split():
     masking.set_keras_mask(tensor, keras.ops.ones((8, 4), "bool"))
     with strategy.scope():
         split = strategy.experimental_split_to_logical_devices(tensor, [1, 1, 2])
-    assert masking.get_keras_mask(split) is keras.src.backend.get_keras_mask(tensor)
+    assert masking.get_keras_mask(split) is masking.get_keras_mask(tensor)
