@@ -96,7 +96,13 @@ def wrong(axes, seed, count, way="plain"):
         operands = [rng.integers(-4, 5, shape).astype("float32") for shape in shapes]
         jitted = Jitted(WAYS[way](of), mesh, lambda *args: [None, None], keep=repaired.extend)
         plain = WAYS[way](lambda *both, product=product: jnp.einsum(product, *both))
-        pairs = zip(jax.tree.leaves(jitted(*operands)), jax.tree.leaves(plain(*operands)))
+        try:
+            made = jitted(*operands)
+        except ValueError as error:
+            # The compiler may split a result over a part of an axis, for which JAX has no name.
+            assert "is incompatible with mesh_shape" in str(error)
+            continue
+        pairs = zip(jax.tree.leaves(made), jax.tree.leaves(plain(*operands)))
         if not all(np.array_equal(one, other) for one, other in pairs):
             found.append((product, *layouts, sizes))
     return found, repaired
