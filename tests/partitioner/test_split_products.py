@@ -100,7 +100,8 @@ def wrong(axes, seed, count, way="plain"):
             made = jitted(*operands)
         except ValueError as error:
             # The compiler may split a result over a part of an axis, for which JAX has no name.
-            assert "is incompatible with mesh_shape" in str(error)
+            if "is incompatible with mesh_shape" not in str(error):
+                raise
             continue
         pairs = zip(jax.tree.leaves(made), jax.tree.leaves(plain(*operands)))
         if not all(np.array_equal(one, other) for one, other in pairs):
