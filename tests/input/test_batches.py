@@ -302,7 +302,9 @@ def test_no_data():
             raise IndexError(index)
 
     # Keras 3.16 asks for a batch earlier.
-    with pytest.raises(ValueError, match=r"input without any batch|train or validation dataset is"):
+    is_new = not keras.__version__.startswith("3.15.")
+    words = "train or validation dataset is empty" if is_new else "input without any batch"
+    with pytest.raises(ValueError, match=words):
         model.fit(Empty(), shuffle=False, verbose=0)
 
 

@@ -39,7 +39,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     if not found:
         return None
     summed = frozenset().union(*found)
-    parts = [d for d, known in enumerate(layouts) if any(summed & set(layout) for layout in known)]
+    parts = _split_over(layouts, summed)
 
     def product(*arrays):
         made = equation.primitive.bind(*arrays, **equation.params)
@@ -70,9 +70,13 @@ def _summed_axes(equation: Any, spread: Spread) -> set[frozenset[str]]:
 def _is_wrong(layouts: list[set[tuple]], summed: frozenset[str], spread: Spread) -> bool:
     """Whether one dimension of a result may be split over summed axes, and another one over several
     others that are not in the order of the mesh."""
-    parts = [d for d, known in enumerate(layouts) if any(summed & set(layout) for layout in known)]
     others = [d for d, known in enumerate(layouts) if _another_order(known, summed, spread)]
-    return any(d != other for d in parts for other in others)
+    return any(d != other for d in _split_over(layouts, summed) for other in others)
+
+
+def _split_over(layouts: list[set[tuple]], axes: frozenset[str]) -> list[int]:
+    """The dimensions that some of these axes may split."""
+    return [d for d, known in enumerate(layouts) if any(axes & set(layout) for layout in known)]
 
 
 def _another_order(layouts: set[tuple[str, ...]], summed: frozenset[str], spread: Spread) -> bool:
