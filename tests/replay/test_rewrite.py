@@ -475,6 +475,43 @@ def test_parts_of_bytes_are_joined():
     np.testing.assert_array_equal(ran(text, [[x]])[0][0], x)
 
 
+PARTS = [(0, 8), (8, 24), (24, 32), (32, 40)]
+
+
+def joined(order, parts=PARTS):
+    """A program that fetches rows of its argument part by part, in an order, and joins them."""
+    whole = "f32[40,128]{1,0:T(8,128)}"
+    lines, ends = [], []
+    for n in order:
+        start, stop = parts[n]
+        part = f"f32[{stop - start},128]{{1,0:T(8,128)S(1)}}"
+        cut = f"slice={{[{start}:{stop}], [0:128]}}"
+        lines.append(f"%start{n} = (({whole}), {part}, s32[]{{:S(2)}}) slice-start(%p0), {cut}")
+        ends.append(f"%part{n} = {part} slice-done(%start{n})")
+    given = ", ".join(f"%part{n}" for n in order)
+    end = f'ROOT %c = {whole} custom-call({given}), custom_call_target="ConcatBitcast"'
+    return program([whole], *lines, *ends, end)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 2, 3, 0), (3, 1, 0, 2)])
+def test_parts_are_joined_by_their_places_and_not_by_their_starts(order):
+    """A ConvNeXt's kernels are fetched so; XLA's `SlicedCopyAllocation` sorts parts by start."""
+    x = np.random.default_rng(0).normal(size=(40, 128)).astype("float32")
+    np.testing.assert_array_equal(ran(joined(order), [[x]])[0][0], x)
+
+
+@pytest.mark.parametrize("given", [(0, 1, 2), (0, 2, 3), (0, 1, 1, 3)])
+def test_parts_with_a_gap_are_refused(given):
+    with pytest.raises(CannotRun, match="its parts do not lie side by side"):
+        runnable(parse(joined(given)), range(1))
+
+
+def test_a_part_that_is_no_slice_is_refused():
+    text = joined((0, 1, 2, 3)).replace("slice-done(%start3)", "copy(%p0)")
+    with pytest.raises(CannotRun, match="its part %part3 is no slice"):
+        runnable(parse(text), range(1))
+
+
 def test_arrays_that_are_given_twice_are_refused():
     text = program(
         ["f32[4]"],

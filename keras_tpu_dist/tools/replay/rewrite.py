@@ -622,20 +622,31 @@ class _Rewriter:
         yield self._written(instruction, "pad", f"padding={padding}", given)
 
     def _joined(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
-        """Parts that were fetched one by one."""
-        (result,), first = instruction.shapes, computation.operands(instruction)[0].shapes[0]
-        if first.dtype != result.dtype and len(first.dims) == 1:  # parts of its bytes
-            parts = instruction.operand_names
-            every = replace(first, dims=(len(parts) * first.size,))
-            joined = f"%{instruction.name}.bytes"
-            operands = ", ".join(f"%{part}" for part in parts)
+        """Parts that were fetched one by one, each to its place in memory.
+
+        They are named in the order in which they are fetched, and that need not be the order of
+        their places.
+        """
+        (result,), parts = instruction.shapes, computation.operands(instruction)
+        places = sorted((_place(computation, instruction, part), part.name) for part in parts)
+        operands = ", ".join(f"%{part}" for _, part in places)
+        first = parts[0].shapes[0]
+        of_bytes = first.dtype != result.dtype and len(first.dims) == 1
+        dims = (sum(part.shapes[0].size for part in parts),) if of_bytes else result.dims
+        differ = [d for d, size in enumerate(first.dims) if size != dims[d]]
+        if len(differ) != 1:
+            raise cannot_run(instruction, "its parts do not join along one dimension")
+        along = differ[0]
+        ends = [0, *(place[along][1] for place, _ in places)]
+        starts = [*(place[along][0] for place, _ in places), dims[along]]
+        if starts != ends:
+            raise cannot_run(instruction, "its parts do not lie side by side")
+        if of_bytes:
+            every, joined = replace(first, dims=dims), f"%{instruction.name}.bytes"
             yield f"{joined} = {array_type(every)} concatenate({operands}), dimensions={{0}}"
             yield from bitcast.of_bytes(instruction, every, joined)
             return
-        differ = [d for d, size in enumerate(first.dims) if size != result.dims[d]]
-        if len(differ) != 1:
-            raise cannot_run(instruction, "its parts do not join along one dimension")
-        yield self._written(instruction, "concatenate", f"dimensions={{{differ[0]}}}")
+        yield self._written(instruction, "concatenate", f"dimensions={{{along}}}", operands)
 
     def _in_fusions(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """A collective that takes its steps in the fusions between a start and an end."""
@@ -680,6 +691,17 @@ class _Rewriter:
             yield from zeros_of(f"%{instruction.name}.part{number}", array_type(shape))
             members.append(f"%{instruction.name}.part{number}")
         yield self._written(instruction, "tuple", operands=", ".join(members))
+
+
+def _place(
+    computation: Computation, joined: Instruction, part: Instruction
+) -> list[tuple[int, int]]:
+    """Where a slice starts and ends in its operand, for each dimension."""
+    cut = computation.operands(part)[0] if part.opcode == "slice-done" else part
+    numbers = cut.integers("slice") or []
+    if len(numbers) != 2 * len(part.shapes[0].dims):
+        raise cannot_run(joined, f"its part %{part.name} is no slice")
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _since(known: HloOperation) -> str:
