@@ -126,6 +126,7 @@ def lint_model(
     found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
     found += _fallbacks(model, placement)
     found += _not_compiled(model)
+    found += _frozen_factors(model)
     if not cheap:
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
@@ -154,6 +155,21 @@ def _not_compiled(model) -> list[Finding]:
         Finding("warning", "not-compiled", path, f"{words} {why}", fix)
         for path, why, fix in _keras.why_eager(model)
     ]
+
+
+def _frozen_factors(model) -> list[Finding]:
+    """LoRA that does nothing: Keras freezes what `enable_lora` adds to a frozen layer."""
+    layers = [
+        layer for layer in _keras.flatten_layers(model) if getattr(layer, "lora_enabled", False)
+    ]
+    if not layers or any(layer.trainable_variables for layer in layers):
+        return []
+    words = f"LoRA is enabled in {len(layers)} layer(s), and none of its factors trains."
+    fix = (
+        'Freeze after enable_lora: ktd.freeze(model, "*", exclude="*lora*"). A layer that you '
+        "froze yourself needs layer.trainable = True before."
+    )
+    return [Finding("warning", "frozen-factors", layers[0].path, words, fix)]
 
 
 def _table(path: str, words: str) -> Finding:

@@ -240,3 +240,43 @@ def test_shell_command(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main(["explain", f"{file}:nothing", "--mesh", "data=8"]) == 2
     assert "must return a model, or (model, strategy)" in capsys.readouterr().err
+
+
+def with_lora(frozen):
+    """An MLP whose hidden layer gets LoRA after `frozen` froze it."""
+    strategy = strategy_of("auto")
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(8, name="hidden"), keras.layers.Dense(1)]
+        )
+        frozen(model)
+        model.get_layer("hidden").enable_lora(2)
+        model.compile("sgd", "mse")
+    return model, strategy
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        lambda model: ktd.freeze(model, "hidden"),
+        lambda model: setattr(model.get_layer("hidden"), "trainable", False),
+    ],
+    ids=["freeze", "trainable"],
+)
+def test_factors_that_do_not_train_are_warned_by_fit(frozen, caplog):
+    model, strategy = with_lora(frozen)
+    found = finding(strategy.lint(model), "frozen-factors")
+    assert found.path == model.get_layer("hidden").path
+    assert "LoRA is enabled in 1 layer(s), and none of its factors trains" in found.words
+    model.fit(np.ones((8, 6)), np.zeros(8), verbose=0)
+    assert caplog.text.count("none of its factors trains") == 1
+    # The fix that it names.
+    model.get_layer("hidden").trainable = True
+    ktd.freeze(model, "*", exclude="*lora*")
+    assert [v.name for v in model.trainable_variables] == ["lora_kernel_a", "lora_kernel_b"]
+    assert "frozen-factors" not in {f.code for f in strategy.lint(model).findings}
+
+
+def test_factors_that_train_are_no_finding():
+    model, strategy = with_lora(lambda model: None)
+    assert "frozen-factors" not in {f.code for f in strategy.lint(model).findings}
