@@ -20,6 +20,7 @@ from keras.src.saving import saving_api, saving_lib
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.active import active_strategy
 from keras_tpu_dist._keras.seam import Replacement
+from keras_tpu_dist.common.left_out import counted
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -328,12 +329,24 @@ def _load_weights(stock, model, filepath, skip_mismatch=False, **kwargs):
         _say_what_is_left(model, os.fspath(filepath))
 
 
-def _say_what_is_left(model: Any, directory: str) -> None:
-    """Logs which weights Keras has not loaded from a directory of Orbax, if any, in silence."""
+def _saved_by_orbax(directory: str) -> Mapping[str, Any]:
+    """The names in a checkpoint of Orbax, or the latest one, by group."""
     path = directory
     if any(name.isdigit() for name in saving_api.file_utils.listdir(directory)):
         path = saving_api.find_latest_orbax_checkpoint(directory)
-    saved = saving_api.ocp.checkpointables_metadata(path).metadata["pytree"]
+    return saving_api.ocp.checkpointables_metadata(path).metadata["pytree"]
+
+
+def _say_what_is_left(model: Any, directory: str) -> None:
+    """Logs which weights Keras has not loaded from a directory of Orbax, if any, in silence."""
+    saved = counted(
+        f"weights of model {model.name!r} that Keras has not loaded from {directory!r}",
+        lambda: _saved_by_orbax(directory),
+        None,
+        logger.warning,
+    )
+    if saved is None:
+        return
     groups = ("trainable_variables", "non_trainable_variables")
     left = [
         variable.path

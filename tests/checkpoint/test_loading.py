@@ -10,6 +10,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from keras.src.saving import saving_api
 
 import keras_tpu_dist as ktd
 
@@ -144,6 +145,25 @@ def test_a_preset_of_keras_hub_is_there_once(kind, tmp_path, monkeypatch):
     assert on_host - peak.shared_bytes < 2 * max(sizes) + 2**22
     for weight, value in zip(loaded.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(weight, value)
+
+
+@pytest.mark.filterwarnings("ignore")  # Orbax warns of its own interfaces as Keras uses them.
+def test_a_directory_is_loaded_though_its_names_cannot_be_read(tmp_path, monkeypatch, caplog):
+    """What is only logged about a load does not end it."""
+
+    def another_orbax(path):
+        raise AttributeError("no attribute 'metadata'")
+
+    with on_eight():
+        model = build()
+        model.compile("adam", "mse")
+        written_by_orbax(model, tmp_path)
+        monkeypatch.setattr(saving_api.ocp, "checkpointables_metadata", another_orbax)
+        expected = np.asarray(model.layers[0].kernel)
+        model.layers[0].kernel.assign(model.layers[0].kernel * 0)
+        model.load_weights(tmp_path)
+    np.testing.assert_array_equal(np.asarray(model.layers[0].kernel), expected)
+    assert "not counted, because of AttributeError: no attribute 'metadata'" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax warns of its own interfaces as Keras uses them.
