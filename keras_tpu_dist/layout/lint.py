@@ -126,8 +126,8 @@ def lint_model(
     found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
     found += _fallbacks(model, placement)
     found += _not_compiled(model)
-    found += _frozen_factors(model)
     if not cheap:
+        found += frozen_factors(model).findings
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
         found += _unused_axes(model, placement, setting)
@@ -157,19 +157,24 @@ def _not_compiled(model) -> list[Finding]:
     ]
 
 
-def _frozen_factors(model) -> list[Finding]:
-    """LoRA that does nothing: Keras freezes what `enable_lora` adds to a frozen layer."""
+def frozen_factors(model: Any) -> LintReport:
+    """LoRA that does nothing in a fit: Keras freezes what `enable_lora` adds to a frozen layer.
+
+    Args:
+        model: The model.
+    """
     layers = [
         layer for layer in _keras.flatten_layers(model) if getattr(layer, "lora_enabled", False)
     ]
     if not layers or any(layer.trainable_variables for layer in layers):
-        return []
+        return LintReport(model.name, ())
     words = f"LoRA is enabled in {len(layers)} layer(s), and none of its factors trains."
     fix = (
-        'Freeze after enable_lora: ktd.freeze(model, "*", exclude="*lora*"). A layer that you '
-        "froze yourself needs layer.trainable = True before."
+        'Freeze after enable_lora: ktd.freeze(model, "*", exclude=["*lora*", ...]), with what else '
+        "trains. A layer that you froze yourself needs layer.trainable = True before."
     )
-    return [Finding("warning", "frozen-factors", layers[0].path, words, fix)]
+    finding = Finding("warning", "frozen-factors", layers[0].path, words, fix)
+    return LintReport(model.name, (finding,))
 
 
 def _table(path: str, words: str) -> Finding:

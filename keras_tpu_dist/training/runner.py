@@ -188,9 +188,11 @@ class Runner:
         """
         member = adoption.adopt(model, strategy)
         _keras.compile_what_jax_can(model)
-        if not member.linted and model.built:
-            from keras_tpu_dist.layout.lint import lint_model, log_report
+        from keras_tpu_dist.layout.lint import frozen_factors, lint_model, log_report
 
+        if kind == "train":
+            log_report(frozen_factors(model))
+        if not member.linted and model.built:
             member.linted = True
             placement = member.placement or strategy.placement(model)
             log_report(lint_model(model, placement, self.layouts, cheap=True))

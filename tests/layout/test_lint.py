@@ -277,6 +277,26 @@ def test_factors_that_do_not_train_are_warned_by_fit(frozen, caplog):
     assert "frozen-factors" not in {f.code for f in strategy.lint(model).findings}
 
 
+def test_factors_are_looked_at_when_they_should_train_and_not_before(caplog):
+    """A model that only predicts may be frozen, and one that has predicted may be trained."""
+    x = np.ones((13, 6), "float32")
+    strategy = strategy_of("auto")
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(8, name="hidden"), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", steps_per_execution=4)
+        model.predict(x, verbose=0)
+        model.get_layer("hidden").trainable = False
+        model.get_layer("hidden").enable_lora(2)
+        model.compile("sgd", "mse", steps_per_execution=4)
+        model.predict(x, verbose=0)
+        model.evaluate(x, np.zeros(13), verbose=0)
+        assert "none of its factors trains" not in caplog.text
+        model.fit(x, np.zeros(13), epochs=2, verbose=0)
+    assert caplog.text.count("none of its factors trains") == 1
+
+
 def test_factors_that_train_are_no_finding():
     model, strategy = with_lora(lambda model: None)
     assert "frozen-factors" not in {f.code for f in strategy.lint(model).findings}

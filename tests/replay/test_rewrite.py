@@ -478,12 +478,12 @@ def test_parts_of_bytes_are_joined():
 PARTS = [(0, 8), (8, 24), (24, 32), (32, 40)]
 
 
-def joined(order, parts=PARTS):
+def joined(order):
     """A program that fetches rows of its argument part by part, in an order, and joins them."""
     whole = "f32[40,128]{1,0:T(8,128)}"
     lines, ends = [], []
     for n in order:
-        start, stop = parts[n]
+        start, stop = PARTS[n]
         part = f"f32[{stop - start},128]{{1,0:T(8,128)S(1)}}"
         cut = f"slice={{[{start}:{stop}], [0:128]}}"
         lines.append(f"%start{n} = (({whole}), {part}, s32[]{{:S(2)}}) slice-start(%p0), {cut}")
