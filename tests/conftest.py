@@ -76,6 +76,7 @@ def _fail_if_missing(report):
 _OF_THE_WHOLE_TREE = (
     *("test_docs.py", "test_pages.py", "test_names_used.py", "test_packages.py"),
     *("test_public_surface.py", "test_readers.py", "test_seam.py"),
+    *("test_shell_page.py", "test_site_reports.py"),
 )
 
 
