@@ -273,6 +273,27 @@ class ReplicaProgram:
             combined=[v.path for v in self._own],
         )
 
+    def numbers_before(self, arguments: tuple[_Inputs, list]) -> list[int | None]:
+        """For each output the number of the argument that is the same variable's value before.
+
+        Args:
+            arguments: What `with_arguments` returned; their leaves are numbered.
+
+        Returns:
+            A list in the order of the outputs' leaves, `None` for an output that is no variable,
+            or that combines several copies.
+        """
+        leaves, structure = jax.tree.flatten(arguments)
+        inputs, consumed = jax.tree.unflatten(structure, range(len(leaves)))
+        known = (*self._known.consumed, *self._known.shared, *self._known.own)
+        places = (*consumed, *inputs.shared, *inputs.copies)
+        numbers = {id(v): place for v, place in zip(known, places, strict=True)}
+        return [
+            *(None for _ in range(self._treedef.num_leaves)),
+            *(numbers[id(v)] for v in (*self._shared, *self._own)),
+            *(None for _ in self._own),
+        ]
+
     @property
     def serves(self) -> bool:
         """Whether variables and layers have the layouts and train as when it was traced."""

@@ -282,6 +282,17 @@ def test_a_batch_that_does_not_arrive_in_a_step():
     assert [p.devices for p in check.problems] == [(2,)]
 
 
+def test_gradients_that_are_all_small_hide_nothing():
+    """Those of a mean over many outputs; here all are below 1e-7."""
+    with ktd.TPUStrategy({"data": 8}).scope():
+        model = classifier()
+        model.compile("adam", model.loss, loss_weights=[1e-8])
+    check = checked({"data": 8}, "step", model=model)
+    assert check.ok, str(check)
+    check = checked({"data": 8}, "step", model=model, launches=DropsItsBatch(kinds=("step",)))
+    assert "the gradient of " in check.problems[0].what
+
+
 def test_a_step_that_raises_leaves_the_model():
     class Raises(Launcher):
         def run(self, job, program, *args):

@@ -38,7 +38,10 @@ _PRECISIONS = {
 # random models, the gradients of two biases were off by 10 and 12 times.
 _DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 # Differences are relative to this value if all values of an array are smaller.
-_LEAST = 1e-2
+LEAST = 1e-2
+# If a launch changes a variable by less, it may be rounding alone: a bias before a normalization has
+# no gradient.
+_LEAST_CHANGE = 1e-6
 
 
 def precision() -> str:
@@ -73,20 +76,51 @@ def allowed(
     expected: Sequence[np.ndarray],
     platform: str,
     half: bool,
+    *,
+    least: float = LEAST,
+    before: Sequence[int | None] = (),
+    steps: int = 1,
 ) -> list[float]:
     """How far each result of some steps may be off, relative to its largest value.
 
     Args:
         run: The steps on one device: a function from a state and batches to results.
         batches: The batch of every step: `(x, y, sample_weight)`, or shorter.
+        least: What they are relative to if all values of a result are smaller.
+        before: For each result that is the new value of a variable, the number of its value in the
+            state; `None` for another. Of a variable, what the steps changed is judged, except in
+            half precision: a small learning rate cannot hide a wrong gradient behind a large value.
+        steps: How often a variable is assigned.
     """
-    moved = [run(*_nudged(state, batches, half, seed)) for seed in range(_DRAWS)]
-    least = tolerance(platform, "bfloat16" if half else "float32")
+    nudged = [_nudged(state, batches, half, seed) for seed in range(_DRAWS)]
+    moved = [(_flat(of[0]), run(*of)) for of in nudged]
+    relative = tolerance(platform, "bfloat16" if half else "float32")
     times = _TIMES_OF_HALF if half else _TIMES
-    return [
-        max(least, *(times * gap(other[n], one) for other in moved))
+    limits = [
+        max(relative, *(times * gap(other[n], one, least=least) for _, other in moved))
         for n, one in enumerate(expected)
     ]
+    values = _flat(state)
+    # In half precision, rounding may turn the sign of a small gradient, and an optimizer such as
+    # Adam then moves a weight by a whole step the other way.
+    for n, number in enumerate(() if half else before):
+        one = expected[n]
+        if number is None or not jax.numpy.issubdtype(one.dtype, np.floating):
+            continue
+        change = _wide(one) - _wide(values[number])
+        changes = [_wide(other[n]) - _wide(was[number]) for was, other in moved]
+        limit = max(
+            relative * max(largest(change), _LEAST_CHANGE),
+            times * max(gap(other, change, 1.0) for other in changes),
+            # A step may add twice, an update and a decay, and both sides round the sum.
+            2 * steps * float(jax.numpy.finfo(one.dtype).eps) * largest(one),
+        )
+        limits[n] = min(limits[n], limit / max(largest(one), least))
+    return limits
+
+
+def _flat(state: State) -> list[np.ndarray]:
+    return [value for group in state for value in group]
 
 
 def _nudged(state: State, batches: list, half: bool, seed: int) -> tuple[State, list]:
@@ -110,7 +144,7 @@ def _nudged(state: State, batches: list, half: bool, seed: int) -> tuple[State, 
     return [weights, *state[1:]], [of_input(batch) for batch in batches]
 
 
-def gap(found: Any, expected: Any, scale: float | None = None) -> float:
+def gap(found: Any, expected: Any, scale: float | None = None, least: float = LEAST) -> float:
     """The largest difference of two arrays, relative to the largest expected value.
 
     A NaN or an infinity in the same place of both is no difference.
@@ -119,6 +153,7 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
         found: An array.
         expected: The expected array.
         scale: The largest value of the whole array, if these are parts of it.
+        least: What the difference is relative to if this value is smaller.
     """
     found, expected = _wide(found), _wide(expected)
     if found.shape != expected.shape:
@@ -127,7 +162,7 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
     same = (found == expected) | (np.isnan(found) & np.isnan(expected))
     with np.errstate(invalid="ignore"):
         off = np.max(np.abs(found - expected), initial=0.0, where=~same)
-    return float("inf") if np.isnan(off) else float(off / max(scale, _LEAST))
+    return float("inf") if np.isnan(off) else float(off / max(scale, least))
 
 
 def largest(array: Any) -> float:

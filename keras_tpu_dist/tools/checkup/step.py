@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.tools.checkup.aside import aside
 from keras_tpu_dist.tools.checkup.batch import Given
 from keras_tpu_dist.tools.checkup.bench import Bench, Job, odd_ones, same_bits
-from keras_tpu_dist.tools.checkup.bounds import State, allowed, gap, is_half, largest
+from keras_tpu_dist.tools.checkup.bounds import LEAST, State, allowed, gap, is_half, largest
 from keras_tpu_dist.tools.checkup.prepared import Prepared, on_one_device, prepared
 from keras_tpu_dist.tools.checkup.report import (
     LEAVE_OUT,
@@ -26,6 +26,7 @@ from keras_tpu_dist.tools.checkup.report import (
 )
 
 _MOST_NAMED = 3
+_GRADIENT = "the gradient of "
 
 
 class _Gradients(keras.optimizers.Optimizer):
@@ -160,7 +161,7 @@ def _selection(model: keras.Model, gradients: bool) -> Callable[[Any, Any], tupl
             values = dict(zip(map(id, groups[2]), after[2], strict=True))
             weights = model.trainable_variables
             slots = [values[id(reader.stored[id(weight)])] for weight in weights]
-            chosen = [("the gradient of ", weights, slots)]
+            chosen = [(_GRADIENT, weights, slots)]
         else:
             chosen = [("", groups[0], after[0])]
         chosen.append(("", groups[1], after[1]))
@@ -180,7 +181,8 @@ def _expected(
     try:
         expected = ran.alone(state, batches)
         half = is_half(model)
-        limits = allowed(ran.alone, state, batches, expected, bench.platform, half)
+        least = _least(ran, expected)
+        limits = allowed(ran.alone, state, batches, expected, bench.platform, half, least=least)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return [], [], "it does not fit in its memory"
@@ -191,14 +193,24 @@ def _expected(
     return expected, limits, ""
 
 
+def _least(ran: _Ran, expected: list[np.ndarray]) -> float:
+    """What differences are relative to if an array is smaller.
+
+    All gradients of a mean over many outputs may be small.
+    """
+    pairs = zip(ran.names, expected, strict=True)
+    gradients = [largest(one) for name, one in pairs if name.startswith(_GRADIENT)]
+    return min(LEAST, max(gradients, default=0.0) or LEAST)
+
+
 def _judged(bench: Bench, ran: _Ran, expected: list[np.ndarray], limits: list[float]) -> Compared:
     """The devices with wrong results, and the largest difference."""
     mine: dict[int, list] = {}
-    worst = 0.0
+    worst, least = 0.0, _least(ran, expected)
     for name, found, one, limit in zip(ran.names, ran.first, expected, limits, strict=True):
         scale = largest(one)
         for part in found.addressable_shards:
-            off = gap(part.data, one[part.index], scale)
+            off = gap(part.data, one[part.index], scale, least)
             worst = max(worst, off)
             if off > limit:
                 mine.setdefault(part.device.id, []).append([off, limit, name])

@@ -63,7 +63,7 @@ def verify_run(
         begin("running on simulated devices")
         # Variables of a mixed policy are float32: the program tells what it computes in.
         half = as_on_chip or "f16[" in str(run.trace(*arguments).jaxpr)
-        expected = _expected(run, arguments, program.names, half)
+        expected = _expected(run, arguments, program, steps, half)
         if as_on_chip:
             # As in `verify`: an optimizer may amplify what rounding does to its variables.
             limits = [
@@ -133,7 +133,7 @@ def lowered_run(
     return lowered, kernels_of(run.program(*arguments), arguments, exported)
 
 
-def _expected(run: Any, arguments: tuple, names: Any, half: bool) -> Expected:
+def _expected(run: Any, arguments: tuple, program: Any, steps: int, half: bool) -> Expected:
     """What the program on simulated devices returns, and how far rounding may move it."""
     leaves, structure = jax.tree.flatten(arguments)
     state: State = [[np.array(leaf) for leaf in leaves]]
@@ -150,5 +150,6 @@ def _expected(run: Any, arguments: tuple, names: Any, half: bool) -> Expected:
         return [np.asarray(value) for value in jax.tree.leaves(outputs)]
 
     results = computed(state, [])
-    limits = allowed(computed, state, [], results, "cpu", half)
-    return Expected([state[0]], {}, jax.tree.leaves(names), results, limits)
+    before = program.numbers_before(arguments)
+    limits = allowed(computed, state, [], results, "cpu", half, before=before, steps=steps)
+    return Expected([state[0]], {}, jax.tree.leaves(program.names), results, limits)

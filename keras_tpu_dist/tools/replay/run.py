@@ -237,7 +237,16 @@ def _alone(step: Subject, given: Given, lowered: Lowered, as_on_chip: bool) -> _
         logs, results = computed(state, batches)
         # Kernels may store what they multiply as bfloat16, as the chip would round it.
         half = as_on_chip or is_half(model) or "bf16" in str(launch.kernels)
-        limits = allowed(lambda *of: computed(*of)[1], state, batches, results, "cpu", half)
+        limits = allowed(
+            lambda *of: computed(*of)[1],
+            state,
+            batches,
+            results,
+            "cpu",
+            half,
+            before=[*([None] * len(logs)), *range(len(names))],
+            steps=number,
+        )
     if as_on_chip:
         # A gradient near 0 may have either sign, and an optimizer such as Adam moves its weight by
         # a whole step: results can be judged, variables are only reported.
