@@ -432,6 +432,8 @@ class ReplicaProgram:
             # A ReplicaProgram has arguments of one form only.
             kind_of=lambda inputs, consumed: None,
             donate_argnums=(1,) if known.consumed else (),
+            # What is consumed is overwritten, whether or not it is read.
+            keep_unused=bool(known.consumed),
             out_shardings=placed,
             compiler_options=self._strategy.runner.replica_options,
         )

@@ -187,8 +187,12 @@ class _TrainStep(_Step):
 
     def options(self):
         outputs = (self._replicated, self.shardings())
-        donated = (0,) if self._donate else ()
-        return {"outputs": outputs, "donate_argnums": donated, "out_shardings": outputs}
+        options = {"outputs": outputs, "out_shardings": outputs}
+        if self._donate:
+            # Without `keep_unused` an array that no step reads, as a slot that is only written, is
+            # no argument, and stays in memory beside its new value.
+            options |= {"donate_argnums": (0,), "keep_unused": True}
+        return options
 
 
 def step_of(

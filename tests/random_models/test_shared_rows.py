@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from jax.extend import core
-from shared_rows import BY_ROW, LAYERS, built, data, drawn
+from shared_rows import BY_ROW, built, data, drawn
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input.batches import BatchPlacer
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 CLOSE = 2e-6
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
 # These need a loop or a branch with other numbers in it, or an operation that is not known.
-NOT_SHARED = {"recurrent"}
+SHARED = set(BY_ROW) - {"recurrent"}
 
 
 def largest_gap(found, expected):
@@ -62,7 +62,7 @@ def test_steps_of_models_drawn(seed):
         try:
             found = shared(jax.make_jaxpr(step)(state, batch), own)
         except Differs:
-            simple = set(choices["layers"]) <= set(BY_ROW) - NOT_SHARED
+            simple = set(choices["layers"]) <= SHARED
             assert kind == "train" or fewer == 1 or not simple
             continue
         arrays = jax.tree.leaves((state, batch))
@@ -98,7 +98,7 @@ def test_models_under_a_strategy(seed, monkeypatch):
     monkeypatch.setattr(rows, "shared", noted)
     found = results(choices, mesh)
     # `MeanIoU` reshards its matrix, which is not known to treat rows one by one.
-    is_known = list(LAYERS)[seed % len(LAYERS)] in BY_ROW and "iou" not in choices["metrics"]
+    is_known = set(choices["layers"]) <= SHARED and "iou" not in choices["metrics"]
     assert len(taken) == 4 or not is_known
     keras.utils.clear_session()
     monkeypatch.setattr(BatchPlacer, "pads_rows", False)

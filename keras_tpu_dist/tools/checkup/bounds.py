@@ -39,8 +39,8 @@ _PRECISIONS = {
 _DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 # Differences are relative to this value if all values of an array are smaller.
 LEAST = 1e-2
-# If a launch changes a variable by less, it may be rounding alone: a bias before a normalization has
-# no gradient.
+# If a launch changes a variable by less, it may be rounding alone: a bias before a normalization
+# has no gradient.
 _LEAST_CHANGE = 1e-6
 
 

@@ -608,7 +608,9 @@ def export_step(step: Callable, state: Any, placed: Any, platform: str) -> jax.e
         for target in ("ALL", "LayoutConstraint")
     ]
 
-    export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
+    # A value that is not read is in memory all the same, and is laid out as it is given.
+    jitted = jax.jit(flat_step, keep_unused=True)
+    export = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)
     try:
         return export(state, leaves)
     except NotImplementedError as error:
