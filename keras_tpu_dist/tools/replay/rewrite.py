@@ -16,7 +16,7 @@ elementwise and XLA's CPU compiler knows it. Anything else is an error, never a 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from keras_tpu_dist._keras.replicas import is_read
@@ -450,14 +450,32 @@ class _Rewriter:
         if exchange.before:
             self.texts.setdefault(exchange.before, exchange.before)
         result = array_type(instruction.shapes[0])
-        computed = f"{exchange.opcode}(%{operand.name}), {exchange.attributes}"
+        given = yield from self._hidden(instruction, [operand], exchange.opcode)
+        computed = f"{exchange.opcode}({given}), {exchange.attributes}"
         yield f"%{name}.result = {result} {computed}"
         yield f"%{name}.token = pred[] constant(false)"
         yield f"%{name} = ({result}, pred[]) tuple(%{name}.result, %{name}.token)"
 
     def _collective(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         attributes = self._collective_attributes(instruction)
-        yield self._written(instruction, instruction.opcode, attributes)
+        operands = yield from self._hidden(instruction, computation.operands(instruction))
+        yield self._written(instruction, instruction.opcode, attributes, operands)
+
+    def _hidden(
+        self, instruction: Instruction, operands: Sequence[Instruction], opcode: str = ""
+    ) -> Generator[str, None, str]:
+        """The operands of a collective, by name; those of an `all-to-all` behind a barrier.
+
+        XLA's CPU compiler cuts it into one with an operand for each device, simplifies these one by
+        one, as parts of a padding, and refuses the program if their layouts then differ.
+        """
+        names = [f"%{operand.name}" for operand in operands]
+        if (opcode or instruction.opcode.removesuffix("-start")) == "all-to-all":
+            for number, operand in enumerate(operands):
+                hidden = f"%{instruction.name}.given{number}"
+                yield f"{hidden} = {array_type(operand.shapes[0])} opt-barrier({names[number]})"
+                names[number] = hidden
+        return ", ".join(names)
 
     def _one_by_one(self, computation: Computation, instruction: Instruction) -> Iterator[str]:
         """A collective, of several arrays as several. A reduction has the dtype of its function.
@@ -542,9 +560,9 @@ class _Rewriter:
             operands, result = result, operands
             computed = f"{plain_type(result)} copy({plain_type(instruction.operands)})"
         elif operation(opcode).kind is OperationKind.COLLECTIVE:
-            given = plain_type(instruction.operands)
+            hidden = yield from self._hidden(instruction, computation.operands(instruction))
             attributes = self._collective_attributes(instruction)
-            computed = f"{plain_type(result)} {opcode}({given}), {attributes}"
+            computed = f"{plain_type(result)} {opcode}({hidden}), {attributes}"
         elif opcode == "slice":
             kept = self._kept(instruction)
             computed = f"{plain_type(result)} slice({plain_type(instruction.operands)}), {kept}"
