@@ -60,7 +60,7 @@ def out_of_order(program):
 
 
 def compared(stack, chip, rng):
-    """The largest difference relative to the largest value, and what `out_of_order` counts."""
+    """The largest difference relative to a weight's update, and what `out_of_order` counts."""
     depth, inside, outside, rows = stack
     array = lambda *shape: (rng.normal(size=shape) / shape[0] ** 0.5).astype("float32")  # noqa: E731
     block = lambda: (array(outside, inside), array(inside), array(inside, outside))  # noqa: E731
@@ -77,8 +77,10 @@ def compared(stack, chip, rng):
     found = [parts[0] for parts in run_replicas(executable, placed)]
     expected = jax.tree.leaves(jax.jit(step)(*given))
     gaps = [
-        float(np.abs(np.asarray(a) - b).max() / np.abs(b).max())
-        for a, b in zip(found, map(np.asarray, expected), strict=True)
+        float(np.abs(np.asarray(a) - b).max() / np.abs(b - before).max())
+        for a, b, before in zip(
+            found, map(np.asarray, expected), jax.tree.leaves(given[0]), strict=True
+        )
     ]
     return max(gaps), *out_of_order(program)
 

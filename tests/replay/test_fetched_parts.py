@@ -29,4 +29,5 @@ def test_stacks_of_blocks():
     assert len(stacks) == 6
     assert sum(moved for *_, moved in stacks) > 0
     for stack, gap, *_ in stacks:
-        assert gap < 1e-5, stack
+        # Of an update: twenty blocks round it; a part in another's place is off by all of it.
+        assert gap < 3e-4, stack
