@@ -173,7 +173,12 @@ def test_the_lowered_program_is_that_of_a_real_model(donate_state):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in catalogue.subjects() if name.startswith("optimizers/"))
+    "name",
+    [
+        pytest.param(name, marks=[] if "Ada" in name else pytest.mark.slow)
+        for name in sorted(catalogue.subjects())
+        if name.startswith("optimizers/")
+    ],
 )
 def test_every_optimizer_lowers(name):
     """With a layout for each value, also for one that no step reads."""

@@ -8,9 +8,13 @@ from training.test_guard import after_launch
 import keras_tpu_dist as ktd
 
 OPTIMIZERS = sorted(name for name in catalogue.subjects() if name.startswith("optimizers/"))
+FAST = ("optimizers/Adafactor/plain", "optimizers/Adam/plain", "optimizers/SGD/plain")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_a_step_consumes_the_state_before(name, monkeypatch):
     """Adafactor's velocity of a kernel is written and never read."""
     subject, consumed = catalogue.subjects()[name], []
