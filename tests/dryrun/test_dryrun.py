@@ -132,12 +132,15 @@ def test_state_bytes_are_those_of_the_real_arrays():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate_state", [True, "auto"])
-def test_the_lowered_program_is_that_of_a_real_model(donate_state):
+@pytest.mark.parametrize(
+    ("donate_state", "optimizer"), [(True, "adam"), ("auto", "adam"), (True, "adafactor")]
+)
+def test_the_lowered_program_is_that_of_a_real_model(donate_state, optimizer):
+    """Adafactor writes a slot that it does not read."""
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, TP, donate_state=donate_state)
-    run = dry_run(mlp, strategy, batch_size=32)
+    run = dry_run(lambda: mlp(optimizer), strategy, batch_size=32)
     with strategy.scope():
-        model = mlp()
+        model = mlp(optimizer)
         model.fit(np.zeros((32, 64)), np.zeros((32, 8)), batch_size=32, verbose=0)
         placer = strategy.placer
         batch = placer.describe(
@@ -160,12 +163,14 @@ def test_the_lowered_program_is_that_of_a_real_model(donate_state):
     assert run.memory["arguments"] == memory.argument_size_in_bytes
     assert run.memory["outputs"] == memory.output_size_in_bytes
     assert run.memory["aliased"] == memory.alias_size_in_bytes
-    assert run.memory["temporaries"] == memory.temp_size_in_bytes
+    # Scalars share temporaries in another way within a call, of which Adafactor has many.
+    exact = 0.01 if optimizer == "adafactor" else 0.0
+    assert run.memory["temporaries"] == pytest.approx(memory.temp_size_in_bytes, rel=exact)
 
     def opcodes(text):
         return sorted(i.opcode for c in parse(text) for i in c if i.opcode != "call")
 
-    lowered = lower(mlp, strategy, batch_size=32, platform="cpu")
+    lowered = lower(lambda: mlp(optimizer), strategy, batch_size=32, platform="cpu")
     compiled = dryrun_compile.compile_lowered(lowered, timeout=120)
     assert opcodes(compiled.text).count("all-reduce") == opcodes(real.as_text()).count("all-reduce")
     assert run.compiled_for == "CPU"
