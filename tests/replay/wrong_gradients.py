@@ -2,9 +2,9 @@
 
     python tests/replay/wrong_gradients.py 40 --seed 3
 
-Draws models, optimizers of Keras, meshes and policies, compiles the right step for a TPU, and
-compares it with a step on one device that multiplies the gradient of one weight by a factor. With a
-factor of 1 both are the same, and must be found equal; with another one they must not.
+Draws models, optimizers of Keras, meshes, plans and policies, compiles the right step for a TPU,
+and compares it with a step on one device that multiplies half of one weight's gradient by a factor.
+With a factor of 1 both are the same, and must be found equal; with another one they must not.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 
 import keras
+import numpy as np
 
 import keras_tpu_dist as ktd
 
@@ -110,14 +111,19 @@ def drawn(seed):
 
 
 def multiplied(optimizer, number, factor):
-    """The optimizer, with the gradient of a weight, by its number, multiplied."""
+    """The optimizer, with half of a weight's gradient, by its number, multiplied.
+
+    The norm to which a gradient is clipped would hide what is wrong in all of it.
+    """
     # One that scales the loss does not go through its own.
     applying = getattr(optimizer, "inner_optimizer", optimizer)
     applied = applying.apply
 
     def apply(gradients, *given, **named):
         gradients = list(gradients)
-        gradients[number] = gradients[number] * factor
+        gradient = gradients[number]
+        odd = np.arange(np.prod(gradient.shape)).reshape(gradient.shape) % 2
+        gradients[number] = gradient * np.where(odd, 1.0, factor).astype("float32")
         return applied(gradients, *given, **named)
 
     applying.apply = apply
