@@ -25,7 +25,7 @@ from laws import catalogue
 
 kl = keras.layers
 WIDTH = 16
-CHIP = os.environ.get("KTD_CHIP", "v5e")
+SLICE = os.environ.get("KTD_SLICE", "v5e:2x2")  # of four devices
 # The rounding of half precision hides what is wrong in a small update.
 FACTORS = {"float32": (1.0, 1.0, 0.0, 0.9, 1.1, 2.0), "mixed_bfloat16": (1.0,)}
 MESHES = ({"data": 4}, {"data": 2, "model": 2}, {"model": 4}, {"data": 2, "fsdp": 2})
@@ -154,7 +154,7 @@ def build(case, factor):
 def verified(case):
     """What `ktd.verify` says."""
     factors = iter((1.0, case.factor))
-    strategy = ktd.TPUStrategy(case.mesh, case.plan, remat=case.remat, topology=f"{CHIP}:2x2")
+    strategy = ktd.TPUStrategy(case.mesh, case.plan, remat=case.remat, topology=SLICE)
     return ktd.verify(lambda: build(case, next(factors)), strategy, batch_size=13)
 
 
