@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 
 CLOSE = 2e-6
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
-# These need a loop or a branch with other numbers in it, or an operation that is not known.
+# A recurrent layer's step needs a loop with other numbers in it.
 SHARED = set(BY_ROW) - {"recurrent"}
 
 
@@ -85,7 +85,7 @@ def results(choices, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 14, 15, 17, 18, 20])
+@pytest.mark.parametrize("seed", [0, 3, 4, 14, 15, 17, 18, 20])
 def test_models_under_a_strategy(seed, monkeypatch):
     choices, mesh = drawn(seed), MESHES[seed % len(MESHES)]
     taken = []

@@ -220,6 +220,22 @@ def test_two_functions_take_turns_without_copies(devices):
     assert all(array.is_deleted() for array in before)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_is_written_and_not_read_is_consumed(steps):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, donate_state=True)
+    with strategy.scope():
+        written = keras.Variable(np.zeros(4, "float32"))
+
+    def step():
+        written.assign(np.full(4, 2.0, "float32"))
+
+    strategy.run(step, steps=steps)
+    before = written._value
+    strategy.run(step, steps=steps)
+    assert before.is_deleted()
+    assert_close([np.array(written)], [np.full(4, 2.0)])
+
+
 @pytest.mark.slow
 def test_a_callback_of_predict_runs_replica_code(devices):
     def predicted(donates):
